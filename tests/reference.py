@@ -3,6 +3,8 @@
 Every parameter is randomised: fresh norm weights are ones and fresh output scales zeros, and both hide mistakes.
 """
 
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from transformers.models.gemma3n.configuration_gemma3n import (
 )
 
 from mlx_gemma3n.config import FULL, SLIDING
+from mlx_gemma3n.loading import load_model
+from mlx_gemma3n.model import Gemma3n
 
 TEXT_IDS, VISION_IDS, AUDIO_IDS = 480, 16, 16
 VOCABULARY = TEXT_IDS + VISION_IDS + AUDIO_IDS
@@ -205,6 +209,47 @@ def save_reference(model: Gemma3nForConditionalGeneration, folder: Path, **optio
     """A Hugging Face checkpoint folder of `model`."""
     model.save_pretrained(folder, **options)
     return folder
+
+
+def port(model: Gemma3nForConditionalGeneration) -> Gemma3n:
+    """Our model with the weights of `model`, by way of a checkpoint folder on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_reference(model, Path(folder))
+        return load_model(folder, dtype=mx.float32)
+
+
+@dataclass
+class MixedBatch:
+    """Clips of different lengths: one in the first row, none in the second, two in the third, padded on the right."""
+
+    input_ids: np.ndarray
+    attention_mask: np.ndarray
+    input_features: np.ndarray
+    input_features_mask: np.ndarray
+
+    def torch(self) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(value) for name, value in vars(self).items()}
+
+    def mlx(self) -> dict[str, mx.array]:
+        return {name: mx.array(value) for name, value in vars(self).items()}
+
+
+def mixed_batch(config: Gemma3nConfig, seed: int = 0) -> MixedBatch:
+    rng = np.random.default_rng(seed)
+    audio = config.audio_config
+    most = config.audio_soft_tokens_per_image * 4 * audio.conf_reduction_factor
+    frames = [most - 3, int(most * 0.37), int(most * 0.71)]
+    clip = [config.boa_token_id] + [config.audio_token_id] * config.audio_soft_tokens_per_image + [config.eoa_token_id]
+    text = lambda n: rng.integers(10, TEXT_IDS, n).tolist()  # noqa: E731
+    rows = [text(5) + clip + text(9), text(17), text(3) + clip + text(4) + clip + text(6)]
+    length = max(map(len, rows))
+    features = rng.normal(0, 2, (3, max(frames), audio.input_feat_size)).astype(np.float32)
+    return MixedBatch(
+        input_ids=np.array([row + [0] * (length - len(row)) for row in rows]),
+        attention_mask=np.array([[1] * len(row) + [0] * (length - len(row)) for row in rows]),
+        input_features=features,
+        input_features_mask=np.arange(max(frames))[None] < np.array(frames)[:, None],
+    )
 
 
 def to_torch(x: Any) -> torch.Tensor:
