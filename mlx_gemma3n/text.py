@@ -284,26 +284,23 @@ class DecoderLayer(nn.Module):
         return mx.concatenate([corrected[:1], corrected[1:] + x]), kv
 
 
-def checkpointed(layer: DecoderLayer, streams, per_layer_input, mask, offset, shared_kv):
+def checkpointed(layer: DecoderLayer, streams, per_layer_input, mask, offset, shared_kv, seed: int):
     """`layer(...)` that keeps only its inputs for the backward pass and computes the rest again there.
 
     Everything that needs a gradient is an explicit argument: the trainable parameters, the streams, the per-layer input
-    and the donor's keys and values. The random key is one too, so that dropout draws the same mask both times.
+    and the donor's keys and values. `seed` makes dropout draw the same masks both times.
     """
 
-    def run(parameters, key, streams, per_layer_input, *shared_kv):
-        own, state = layer.trainable_parameters(), mx.random.state[0]
+    def run(parameters, streams, per_layer_input, *shared_kv):
+        own = layer.trainable_parameters()
         layer.update(parameters)
-        mx.random.state[0] = key
+        mx.random.seed(seed)
         out, kv = layer(streams, per_layer_input, mask, offset, shared_kv or None)
         layer.update(own)
-        mx.random.state[0] = state
         return out, *kv
 
-    mx.random.state[0], key = mx.random.split(mx.random.state[0])
-    out, keys, values = mx.checkpoint(run)(
-        layer.trainable_parameters(), key, streams, per_layer_input, *(shared_kv or ())
-    )
+    parameters = layer.trainable_parameters()
+    out, keys, values = mx.checkpoint(run)(parameters, streams, per_layer_input, *(shared_kv or ()))
     return out, (keys, values)
 
 
@@ -392,15 +389,21 @@ class TextModel(nn.Module):
         streams = mx.stack(
             [inputs_embeds] + [match_magnitude(project(inputs_embeds), target) for project in self.altup_projections]
         )
+        checkpointing = self.gradient_checkpointing and cache is None
+        # One for each layer and one to go on with: a backward pass leaves the generator wherever its last layer did.
+        seeds = mx.random.randint(0, 2**31 - 1, (len(self.layers) + 1,)).tolist() if checkpointing else []
         kv: dict[int, KeysValues] = {}
         for i, layer in enumerate(self.layers):
             donor = config.kv_donor(i)
             mask, shared_kv = masks[config.layer_types[i]], kv.get(donor) if donor != i else None
-            if self.gradient_checkpointing and cache is None:
-                streams, kv[i] = checkpointed(layer, streams, per_layer_inputs[:, :, i], mask, offset, shared_kv)
+            inputs = (streams, per_layer_inputs[:, :, i], mask, offset, shared_kv)
+            if checkpointing:
+                streams, kv[i] = checkpointed(layer, *inputs, seeds[i])
             else:
                 entry = cache[i] if cache and not config.is_kv_shared(i) else None
-                streams, kv[i] = layer(streams, per_layer_inputs[:, :, i], mask, offset, shared_kv, entry)
+                streams, kv[i] = layer(*inputs, entry)
+        if checkpointing:
+            mx.random.seed(seeds[-1])
 
         target = root_mean_square(streams[0])
         hidden = streams[0]

@@ -12,8 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_gemma3n.model import Gemma3n
-
-IGNORED = -100
+from train.batching import IGNORED
 
 
 def supervised_positions(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -139,7 +139,8 @@ def test_accumulating_rows_equals_the_batch(trained):
     model, _, ours, _ = trained
     mixed = mixed_batch(model.config)
     labels = labels_of(mixed)
-    labels[1, 4:] = -100  # rows of unlike shares of the supervised tokens
+    labels[1] = -100  # rows of unlike shares of the supervised tokens
+    labels[1, 3] = mixed.input_ids[1, 3]
     ours.language_model.gradient_checkpointing = False
     _, tokens, whole = accumulate(ours, [as_batch(mixed, labels)], clips_of(mixed))
     clips = [slice(0, 1), slice(0, 0), slice(1, 3)]
@@ -181,3 +182,31 @@ def test_the_step_leaves_the_base_alone_and_the_model_usable(trained):
     value, _ = loss_and_gradients(ours, batch, clips_of(mixed))
     assert np.isfinite(value.item())
     lora.load_weights(ours, trained[3], {n: mx.array(v) for n, v in before.items()}, "before")
+
+
+def test_dropout_draws_the_same_masks_when_a_layer_is_computed_again():
+    """Along a random direction the gradient under checkpointing is the slope of the loss it belongs to."""
+    model = awkward_model("five")
+    ours = port(model)
+    config = lora.AdapterConfig(lora.resolve_targets(ours, "language"), r=4, lora_alpha=8, lora_dropout=0.5)
+    lora.attach(ours, config).train()
+    mx.random.seed(3)
+    weights = {n: 0.1 * mx.random.normal(w.shape) for n, w in lora.adapter_weights(ours).items()}
+    lora.load_weights(ours, config, weights, "random")
+    ours.language_model.gradient_checkpointing = True
+    mixed = mixed_batch(model.config)
+    batch = as_batch(mixed, labels_of(mixed))
+
+    def loss_at(step: float, direction: dict) -> tuple[float, dict]:
+        moved = {n: w + step * direction[n] for n, w in weights.items()}
+        lora.load_weights(ours, config, moved, "moved")
+        mx.random.seed(11)
+        value, gradients = loss_and_gradients(ours, batch, clips_of(mixed))
+        return value.item(), dict(tree_flatten(gradients))
+
+    # Along the gradient the slope is its squared norm, which no other mask's gradient gives.
+    _, gradients = loss_at(0.0, weights)
+    slope = sum((g * g).sum().item() for g in gradients.values())
+    step = 0.01 / slope**0.5
+    rise = loss_at(step, gradients)[0] - loss_at(-step, gradients)[0]
+    assert rise / (2 * step) == pytest.approx(slope, rel=0.01)
