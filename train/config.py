@@ -143,8 +143,8 @@ class TrainConfig:
         above: float = -math.inf,
         below: float = math.inf,
     ) -> None:
-        bounds = [f"{word} {b}" for word, b in (("at least", least), ("more than", above), ("at most", most)) if abs(b) < math.inf]
-        bounds += [f"less than {below}"] if below < math.inf else []
+        limits = {"at least": least, "more than": above, "at most": most, "less than": below}
+        bounds = [f"{word} {limit}" for word, limit in limits.items() if abs(limit) < math.inf]
         allowed = f"it is a number, {' and '.join(bounds)}"
         value = given = getattr(self, name)
         if isinstance(value, str):
@@ -209,12 +209,12 @@ class TrainConfig:
         """
         Args:
             path: a YAML file of fields; what it leaves out has its default.
-            overrides: fields that take precedence over the file's, as a command line's options do. Paths in the file, like
-                those in options, are relative to the working folder.
+            overrides: fields that come before the file's, as a command line's options do. Paths in the file, like those
+                in options, are relative to the working folder.
 
         Raises:
-            UserError: naming the file and the line: not YAML, a field that does not exist, is given twice or has a value
-                it cannot have.
+            UserError: naming the file and the line: not YAML, a field that does not exist, is given twice or has a
+                value it cannot have.
         """
         values, lines = _read_yaml(Path(path))
         known = [f.name for f in fields(cls)]

@@ -61,7 +61,11 @@ def test_a_wrong_value_is_named_with_what_is_allowed(field, value, allowed):
 
 def test_yaml_and_back(tmp_path):
     config = TrainConfig(
-        **NEEDED, target_modules=("q_proj", "audio_tower.post"), learning_rate=1e-5, max_grad_norm=None, dtype="bfloat16"
+        **NEEDED,
+        target_modules=("q_proj", "audio_tower.post"),
+        learning_rate=1e-5,
+        max_grad_norm=None,
+        dtype="bfloat16",
     )
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
