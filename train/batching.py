@@ -1,10 +1,10 @@
 """Length-bucketed batches: every example once an epoch, neighbours in length together, padded on the right.
 
 Padding is computed and then thrown away, and one long example makes its whole batch long. So examples are sorted by
-length and cut into batches, and then the batches are shuffled. Sorted exactly, the same examples would meet in every epoch,
-so each length is first moved by a random few per cent. Of 988 examples of 245 tokens at the median (log-normal, sigma 0.5),
-in batches of 4, that makes 10 % of the tokens padding; the exact order makes 6 %, shuffled examples 39 %. No mlx and no
-torch: both trainers run on the very same batches.
+length and cut into batches, and then the batches are shuffled. Sorted exactly, the same examples would meet in every
+epoch, so each length is first moved by a random few per cent. Of 988 examples of 245 tokens at the median (log-normal,
+sigma 0.5), in batches of 4, that makes 10 % of the tokens padding; the exact order makes 6 %, shuffled examples 39 %.
+No mlx and no torch: both trainers run on the very same batches.
 """
 
 from dataclasses import dataclass, field
