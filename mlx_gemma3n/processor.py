@@ -1,7 +1,7 @@
 """Messages and clips into token ids, labels and log-mel features, as transformers' `Gemma3nProcessor` makes them.
 
-Tokenizer, chat template and mel extractor are the checkpoint's own, read through transformers; `Gemma3nProcessor` itself is
-not, for it drags in torchvision. Three things differ from it, and each is refused, never guessed:
+Tokenizer, chat template and mel extractor are the checkpoint's own, read through transformers. `Gemma3nProcessor` is not used,
+for it needs torchvision. Three things differ:
 
 - A clip longer than its placeholders hold (30 s) is an error, where transformers cuts it silently. `long_audio` splits
   or truncates it on request.
@@ -9,7 +9,7 @@ not, for it drags in torchvision. Three things differ from it, and each is refus
 - Assistant turns come with labels. They are found by rendering the template twice, once with a mark in the place of
   every text, so that no text of a user can pass for a turn.
 
-No mlx and no torch: the CUDA trainer and the data check read the same examples.
+Neither mlx nor torch is needed: the CUDA trainer and the data check read the same examples.
 """
 
 import json
@@ -82,8 +82,8 @@ def load_audio(path: str | Path) -> np.ndarray:
         with soundfile.SoundFile(str(path)) as file:
             rate, wave = file.samplerate, file.read(dtype="float32", always_2d=True).T
     except (soundfile.SoundFileError, OSError, RuntimeError, TypeError, ValueError) as e:
-        reason = getattr(e, "error_string", None) or str(e)
-        raise UserError(f"{path}: cannot be read as audio ({reason.strip().rstrip('.')}); convert it to WAV or FLAC") from None
+        reason = (getattr(e, "error_string", None) or str(e)).strip().rstrip(".")
+        raise UserError(f"{path}: cannot be read as audio ({reason}); convert it to WAV or FLAC") from None
     wave = wave.mean(axis=0) if len(wave) > 1 else wave[0]
     if rate != SAMPLE_RATE and len(wave):
         samples = -(-len(wave) * SAMPLE_RATE // rate)
@@ -212,7 +212,7 @@ class Processor:
             tokenizer = AutoTokenizer.from_pretrained(str(folder))
         except Exception as e:  # by the kind of damage: OSError, ValueError, KeyError, tokenizers' own bare Exception
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise UserError(f"{folder}: its tokenizer cannot be read ({reason}); copy the tokenizer files again") from None
+            raise UserError(f"{folder}: no readable tokenizer ({reason}); copy the tokenizer files again") from None
         if not tokenizer.is_fast:
             raise UserError(f"{folder}: no tokenizer.json; only fast tokenizers say which token is whose text")
         if tokenizer.chat_template is None:
@@ -252,7 +252,8 @@ class Processor:
     ) -> Example:
         """
         Args:
-            messages: `{"role": ..., "content": text or [{"type": "text", "text": ...}, {"type": "audio", "audio": ...}]}`.
+            messages: `{"role": ..., "content": ...}`, where the content is a text or a list of
+                `{"type": "text", "text": ...}` and `{"type": "audio", "audio": path or samples}`.
             audio: clips instead of those that the messages name: paths, or float mono samples at 16 kHz.
             add_generation_prompt: whether to end with the header of the model's turn.
             long_audio: what to do with a clip that is too long: "refuse" it, "split" it into consecutive clips, each
@@ -317,8 +318,8 @@ class Processor:
         most = self.max_samples
         if len(wave) > most and long_audio == "refuse":
             raise UserError(
-                f"{name}: {len(wave) / SAMPLE_RATE:.1f} s long, and a clip holds {most / SAMPLE_RATE:.1f} s; cut it, or ask "
-                f"for it to be split or truncated (long audio: split, truncate)"
+                f"{name}: {len(wave) / SAMPLE_RATE:.2f} s long, and a clip holds {most / SAMPLE_RATE:.2f}; cut it, or "
+                f"set long audio to 'split' or 'truncate'"
             )
         if long_audio == "truncate":
             wave = wave[:most]
@@ -349,13 +350,12 @@ class Processor:
         owners: list[int] = []
 
         def mark(text: str, owner: int) -> str:
-            if any(token and token in text for token in self._soft_tokens):
-                raise UserError(f"message {owner + 1}: a text has a placeholder of a clip or an image in it; leave it out")
-            if messages[owner]["role"] == "assistant" and (END_OF_TURN in text or START_OF_TURN in text):
-                raise UserError(
-                    f"message {owner + 1}: an answer has {START_OF_TURN} or {END_OF_TURN} in it; leave it out, the chat "
-                    f"template adds it"
-                )
+            forbidden = [getattr(self.tokenizer, name, None) for name in ("audio_token", "image_token")]
+            if messages[owner]["role"] == "assistant":
+                forbidden += [START_OF_TURN, END_OF_TURN]
+            for token in forbidden:
+                if token and token in text:
+                    raise UserError(f"message {owner + 1}: {token} in a text; leave it out, it is put where it belongs")
             texts.append(text)
             owners.append(owner)
             return MARK.format(len(texts) - 1)
@@ -374,11 +374,11 @@ class Processor:
         order = list(map(int, between[1::2]))
         if lost := sorted(set(range(len(texts))) - set(order)):
             raise UserError(
-                f"message {owners[lost[0]] + 1}: the chat template leaves out {texts[lost[0]][:40]!r}; join the texts of the "
+                f"message {owners[lost[0]] + 1}: the chat template drops {texts[lost[0]][:30]!r}; join the parts of the "
                 f"message into one, or leave it out"
             )
         if order != list(range(len(texts))):
-            raise UserError("the chat template repeats or reorders texts; answers cannot be told from prompts in it")
+            raise UserError("the chat template repeats or reorders texts; is it Gemma 3n's?")
 
         literals = between[0::2]
         spans: dict[int, tuple[int, int]] = {}
@@ -391,17 +391,13 @@ class Processor:
                 if start >= 0 and text.startswith(content, start) and text.startswith(literal, end):
                     break
             else:
-                raise UserError(f"message {owner + 1}: the chat template rewrites {content[:40]!r}; answers cannot be found")
+                raise UserError(f"message {owner + 1}: the chat template rewrites {content[:30]!r}; is it Gemma 3n's?")
             if messages[owner]["role"] == "assistant":
                 spans[owner] = (spans[owner][0] if owner in spans else start, end)
             end += len(literal)
         if end != len(text) or not all(text.startswith(END_OF_TURN, last) for _, last in spans.values()):
             raise UserError(f"the chat template does not end each answer with {END_OF_TURN}; is it Gemma 3n's?")
         return self._expand(text, [(first, last + len(END_OF_TURN)) for first, last in spans.values()])
-
-    @property
-    def _soft_tokens(self) -> tuple[Optional[str], Optional[str]]:
-        return getattr(self.tokenizer, "audio_token", None), getattr(self.tokenizer, "image_token", None)
 
     def _expand(self, text: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
         """Puts all placeholders of a clip where the template puts one, and moves `spans` along."""
