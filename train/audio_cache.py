@@ -1,12 +1,12 @@
 """The frozen audio tower's output, computed once for each distinct clip and kept on disk.
 
 While the tower is frozen, a clip's soft tokens are the same in every epoch and every run. For E2B a clip of 30 s keeps
-188 x 2048 bfloat16 numbers, 770 kB, in exchange for 0.68 billion parameters' forward pass; a thousand clips are 0.8 GB. A
-clip shorter than 30 s ends in equal rows (the filler), of which one is kept.
+188 x 2048 bfloat16 numbers, 770 kB, in exchange for 0.68 billion parameters' forward pass; a thousand clips are 0.8 GB.
+A clip shorter than 30 s ends in equal rows (the filler), of which one is kept.
 
-A clip is known by what the tower sees of it: its features, which hold how far it is padded (the extractor pads the clips
-of a message to the longest, and that reaches the last frames), and by the tower's own weights. So another recording under
-the same name, another checkpoint or another dtype is another entry, and entries never have to be thrown away.
+A clip is known by what the tower sees of it: its features, which hold how far it is padded (the extractor pads the
+clips of a message to the longest, and that reaches the last frames), and by the tower's own weights. So another recording
+under the same name, another checkpoint or another dtype is another entry, and entries never have to be thrown away.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 def encode_batch(model: Gemma3n, batch: Batch, processor: Processor) -> Optional[mx.array]:
     """Encodes a batch's clips afresh, with gradients: for adapters on the audio tower.
 
-    Each example's clips go through the tower together, padded as its processor pads them and not to the batch's longest,
-    so that an example gives the same soft tokens in any batch.
+    Each example's clips go through the tower together, padded as its processor pads them and not to the batch's
+    longest, so that an example gives the same soft tokens in any batch.
 
     Returns:
         `[clips, audio_soft_tokens_per_image, text_hidden]` in order, or None where no example has a clip.
@@ -50,7 +50,7 @@ def encode_batch(model: Gemma3n, batch: Batch, processor: Processor) -> Optional
 
 
 def fingerprint(model: Gemma3n) -> bytes:
-    """A digest of all that makes soft tokens of features: configuration and weights of the tower and of `embed_audio`."""
+    """A digest of what makes soft tokens of features: configuration and weights of the tower and of `embed_audio`."""
     config = model.config
     digest = hashlib.sha256(repr((VERSION, astuple(config.audio_config), config.audio_soft_tokens_per_image)).encode())
     parts = {"audio_tower": model.audio_tower.parameters(), "embed_audio": model.embed_audio.parameters()}
@@ -96,11 +96,10 @@ class AudioCache:
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as e:
-            raise UserError(f"{self.folder}: no place for the audio cache ({e.strerror}); name another folder") from None
+            raise UserError(f"{self.folder}: no place for the audio cache ({e.strerror}); name another") from None
 
     def __call__(self, model: Gemma3n, batch: Batch) -> Optional[mx.array]:
-        """The soft tokens of a batch's clips, `[clips, audio_soft_tokens_per_image, text_hidden]` in order, or None where
-        no example has a clip. `model` is the one the cache was made for."""
+        """The soft tokens of a batch's clips, in order, as `encode_batch` gives them; `model` is the cache's own."""
         soft = [self.soft_tokens(example) for example in batch.examples if example.clips]
         return mx.concatenate(soft) if soft else None
 

@@ -1,4 +1,4 @@
-"""The audio cache beside the tower itself: the same soft tokens, one encoding a clip, and no trust in a damaged file."""
+"""The audio cache beside the tower itself: the same soft tokens, one encoding a clip, no trust in a damaged file."""
 
 import errno
 import json
