@@ -5,8 +5,9 @@ While the tower is frozen, a clip's soft tokens are the same in every epoch and 
 A clip shorter than 30 s ends in equal rows (the filler), of which one is kept.
 
 A clip is known by what the tower sees of it: its features, which hold how far it is padded (the extractor pads the
-clips of a message to the longest, and that reaches the last frames), and by the tower's own weights. So another recording
-under the same name, another checkpoint or another dtype is another entry, and entries never have to be thrown away.
+clips of a message to the longest, and that reaches the last frames), and by the tower's own weights. So another
+recording under the same name, another checkpoint or another dtype is another entry, and entries never have to be thrown
+away.
 """
 
 import hashlib
