@@ -1,7 +1,7 @@
 """Messages and clips into token ids, labels and log-mel features, as transformers' `Gemma3nProcessor` makes them.
 
-Tokenizer, chat template and mel extractor are the checkpoint's own, read through transformers. `Gemma3nProcessor` is not used,
-for it needs torchvision. Three things differ:
+Tokenizer, chat template and mel extractor are the checkpoint's own, read through transformers. Its `Gemma3nProcessor`
+needs torchvision and is not used. Three things differ from it:
 
 - A clip longer than its placeholders hold (30 s) is an error, where transformers cuts it silently. `long_audio` splits
   or truncates it on request.
@@ -276,7 +276,9 @@ class Processor:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+        return self.tokenizer.decode(
+            list(map(int, ids)), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def _clips(
         self, messages: list[dict[str, Any]], audio: Optional[Sequence], root: Path, long_audio: str
@@ -373,10 +375,8 @@ class Processor:
         between = MARKS.split(self._template(marked, add_generation_prompt))
         order = list(map(int, between[1::2]))
         if lost := sorted(set(range(len(texts))) - set(order)):
-            raise UserError(
-                f"message {owners[lost[0]] + 1}: the chat template drops {texts[lost[0]][:30]!r}; join the parts of the "
-                f"message into one, or leave it out"
-            )
+            where, what = f"message {owners[lost[0]] + 1}", repr(texts[lost[0]][:40])
+            raise UserError(f"{where}: the chat template drops {what}; join the message's parts, or leave it out")
         if order != list(range(len(texts))):
             raise UserError("the chat template repeats or reorders texts; is it Gemma 3n's?")
 

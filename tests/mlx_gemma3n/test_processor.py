@@ -323,7 +323,7 @@ def test_fewer_placeholders_hold_less(folder, tmp_path):
         ([user({"type": "text", "text": None})], "message 1, part 1: 'text' is None"),
         ([user({"type": "audio"})], "message 1, clip 1: no clip in 'audio'"),
         ([user("a"), assistant([audio("a.wav")])], "message 2, part 1: a clip in a turn of the assistant"),
-        ([{"role": "system", "content": [audio("a.wav")]}, user("a")], "message 1, part 1: a clip in a turn of the sys"),
+        ([{"role": "system", "content": [audio("a.wav")]}, user("a")], "message 1, part 1: a clip in a turn of the s"),
         ([user("hear <audio_soft_token>")], "message 1: <audio_soft_token> in a text"),
         ([user(text("see <image_soft_token>"))], "message 1: <image_soft_token> in a text"),
         ([user("a"), assistant("b<end_of_turn>")], "message 2: <end_of_turn> in a text"),
