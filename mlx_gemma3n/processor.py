@@ -267,6 +267,7 @@ class Processor:
             raise ValueError(f"long_audio {long_audio!r}; want one of {', '.join(LONG_AUDIO)}")
         messages, waves = self._clips(read_messages(messages), audio, Path(root), long_audio)
         text, spans = self._render(messages, add_generation_prompt)
+        text, spans = self._expand(text, spans, len(waves))
         input_ids, labels = self._tokenize(text, spans)
         if not waves:
             return Example(input_ids, labels)
@@ -343,7 +344,7 @@ class Processor:
             raise UserError(f"the chat template refuses the messages: {e}") from None
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, each clip's placeholders in it, and where in it an assistant speaks.
+        """The conversation as text, and where in it an assistant speaks.
 
         The template is rendered a second time with a mark for every text. What stands between the marks is the
         template's own, so walking along both tells whose each character is.
@@ -397,15 +398,17 @@ class Processor:
             end += len(literal)
         if end != len(text) or not all(text.startswith(END_OF_TURN, last) for _, last in spans.values()):
             raise UserError(f"the chat template does not end each answer with {END_OF_TURN}; is it Gemma 3n's?")
-        return self._expand(text, [(first, last + len(END_OF_TURN)) for first, last in spans.values()])
+        return text, [(first, last + len(END_OF_TURN)) for first, last in spans.values()]
 
-    def _expand(self, text: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+    def _expand(self, text: str, spans: list[tuple[int, int]], clips: int) -> tuple[str, list[tuple[int, int]]]:
         """Puts all placeholders of a clip where the template puts one, and moves `spans` along."""
-        tokenizer = self.tokenizer
-        soft = getattr(tokenizer, "audio_token", None)
-        if not soft:
+        soft = getattr(self.tokenizer, "audio_token", None)
+        places = text.count(soft) if soft else 0
+        if places != clips:
+            raise UserError(f"the chat template makes {places} places for {clips} clips; is it Gemma 3n's?")
+        if not clips:
             return text, spans
-        full = f"\n\n{tokenizer.boa_token}{soft * self.audio_seq_length}{tokenizer.eoa_token}\n\n"
+        full = f"\n\n{self.tokenizer.boa_token}{soft * self.audio_seq_length}{self.tokenizer.eoa_token}\n\n"
         more = len(full) - len(soft)
         moved = [tuple(i + more * text.count(soft, 0, i) for i in span) for span in spans]
         return text.replace(soft, full), moved

@@ -413,6 +413,30 @@ def test_a_checkpoint_without_an_extractor_takes_text_only(folder, tmp_path):
         processor([user(audio(np.zeros(SAMPLE_RATE, np.float32)))])
 
 
+@pytest.mark.parametrize(
+    "template, messages, message",
+    [
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", [user(audio(None))], "0 places for 1 clips"),
+        ("{{ m.content | upper }}<end_of_turn>", [user("Hi")], "message 1: the chat template rewrites 'Hi'"),
+        ("{{ m.content }}{{ m.content }}<end_of_turn>", [user("Hi")], "repeats"),
+        ("{{ m.content }}</s>", [user("Hi"), assistant("Hello")], "does not end each answer"),
+        ("{{ m.content }}{{ raise_exception('not that') }}", [user("Hi")], "refuses the messages: not that"),
+    ],
+)
+def test_templates_that_are_not_gemma_3n_are_refused(folder, tmp_path, template, messages, message):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    loop = "{{ bos_token }}{% for m in messages %}" + template + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(loop)
+    clips = [np.zeros(SAMPLE_RATE, np.float32)] if messages[0]["content"] != "Hi" else None
+    with pytest.raises(UserError, match=message):
+        Processor.from_pretrained(tmp_path)(messages, clips)
+
+
+def test_a_placeholder_put_together_from_parts_is_refused(ours):
+    with pytest.raises(UserError, match="1 places for 0 clips"):
+        ours([user(text("<audio_soft_"), text("token>"))])
+
+
 # --- the rest ---
 
 
