@@ -230,6 +230,12 @@ class Processor:
                 f"{folder / 'processor_config.json'}: audio_seq_length is {length}, and audio_soft_tokens_per_image in "
                 f"config.json {config.audio_soft_tokens_per_image}; a clip has one number of placeholders"
             )
+        soft = getattr(tokenizer, "audio_token_id", None)
+        if config.audio_config is not None and extractor is not None and soft != config.audio_token_id:
+            raise UserError(
+                f"{folder / 'config.json'}: audio_token_id is {config.audio_token_id}, and the tokenizer's {soft}; the "
+                f"tokenizer files are another checkpoint's"
+            )
         eos = _read_json(folder / "generation_config.json").get("eos_token_id", config.eos_token_id)
         ends = list(eos) if isinstance(eos, (list, tuple)) else [eos]
         ends += [tokenizer.eos_token_id, tokenizer.get_vocab().get(END_OF_TURN)]

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from click.testing import CliRunner
 
-from mlx_gemma3n.generate import generate, stream_text
+from mlx_gemma3n.config import UserError
+from mlx_gemma3n.generate import generate, main, stream_text
 from mlx_gemma3n.processor import SAMPLE_RATE, Processor
 from tests.reference import AUDIO_TOKEN, AWKWARD, TEXT_IDS, VOCABULARY, awkward_model, port, save_reference
 from train.demo.tokenizer import write_processor
@@ -231,28 +233,30 @@ def test_the_command_streams(checkpoint):
         process.wait()
 
 
-def test_bad_input_is_one_line_and_exit_2(checkpoint, tmp_path):
+def test_bad_input_is_one_line_and_exit_2(checkpoint):
+    missing = checkpoint / "missing.wav"
+    done = command("--model", checkpoint, "--audio", missing, "--prompt", "Say it.")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {missing}: no such file\n"
+
+
+def test_bad_input_is_refused_by_name(checkpoint, tmp_path):
     prompt = ("--prompt", "Say it.")
-    cases = {
-        "no such checkpoint folder": ("--model", tmp_path / "none", *prompt),
-        "missing.wav: no such file": ("--model", checkpoint, "--audio", checkpoint / "missing.wav", *prompt),
+    for message, arguments in {
+        "none: no such checkpoint folder": ("--model", tmp_path / "none", *prompt),
         "text.wav: cannot be read as audio": ("--model", checkpoint, "--audio", checkpoint / "text.wav", *prompt),
         "long.wav: 3.00 s long": ("--model", checkpoint, "--audio", checkpoint / "long.wav", *prompt),
         "<audio_soft_token>": ("--model", checkpoint, "--prompt", "<audio_soft_token>"),
-        "adapter": ("--model", checkpoint, "--adapter", tmp_path, *prompt),
-    }
-    for message, arguments in cases.items():
-        done = command(*arguments)
-        assert done.returncode == 2 and done.stdout == "", (message, done)
-        assert done.stderr.startswith("error: ") and message in done.stderr, done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr
+        f"{tmp_path}.*adapter": ("--model", checkpoint, "--adapter", tmp_path, *prompt),
+    }.items():
+        with pytest.raises(UserError, match=message):
+            main.main([str(a) for a in arguments], standalone_mode=False)
     for arguments in (prompt, ("--model", checkpoint), ("--model", checkpoint, *prompt, "--temperature", "-1")):
-        done = command(*arguments)
-        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert CliRunner().invoke(main, [str(a) for a in arguments]).exit_code == 2
 
 
-def test_long_clips_are_split_or_truncated_on_request(checkpoint):
-    for choice in ("split", "truncate"):
-        options = ("--audio", checkpoint / "long.wav", "--long-audio", choice, "--prompt", "What?", "--max-tokens", 2)
-        done = command("--model", checkpoint, *options)
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("choice", ["split", "truncate"])
+def test_long_clips_are_split_or_truncated_on_request(checkpoint, choice):
+    options = ("--audio", checkpoint / "long.wav", "--long-audio", choice, "--prompt", "What?", "--max-tokens", 2)
+    done = CliRunner().invoke(main, [str(a) for a in ("--model", checkpoint, *options)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output

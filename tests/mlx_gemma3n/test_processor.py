@@ -294,6 +294,7 @@ def test_fewer_placeholders_hold_less(folder, tmp_path):
     own = json.loads((tmp_path / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({**own, "audio_seq_length": 20}))
     processor = Processor.from_pretrained(tmp_path)
+    assert processor.tokenizer.audio_token_id == config.audio_token_id
     # Two strides of 2 and a reduction of 2: 160 frames of 10 ms.
     most = processor.max_samples
     assert most == 512 + 160 * 160
@@ -402,6 +403,16 @@ def test_folders_that_are_no_checkpoint_are_refused_by_name(folder, tmp_path):
             (broken / name).write_text(content)
         with pytest.raises(UserError, match=f"^{broken}.*{message}"):
             Processor.from_pretrained(broken)
+
+
+def test_another_checkpoints_tokenizer_is_refused(folder, tmp_path):
+    from tests.reference import AWKWARD, reference_config
+
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = reference_config(**AWKWARD["five"], audio_soft_tokens_per_image=188, audio_token_id=500)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="config.json: audio_token_id is 500, and the tokenizer's"):
+        Processor.from_pretrained(tmp_path)
 
 
 def test_a_checkpoint_without_an_extractor_takes_text_only(folder, tmp_path):
