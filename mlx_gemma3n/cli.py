@@ -5,8 +5,8 @@
     2    the user's input is wrong, or the disk does not take what it should
     130  interrupted
 
-A command is an ordinary `click.command`; its module ends with `run(main)`. It raises `UserError` for what the user can put
-right, and lets everything else pass: only errors that a user can cause and remedy are made into a line.
+A command is an ordinary `click.command`; its module ends with `run(main)`. It raises `UserError` for what the user can
+put right, and lets everything else pass: only errors that a user can cause and remedy are made into a line.
 """
 
 import errno
