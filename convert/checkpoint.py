@@ -74,8 +74,9 @@ class Conversion:
             outcome = f"stay in {self.dtype}" if size is None else f"in groups of {size}"
             outcomes.setdefault(outcome, Counter())[path.split(".")[-1]] += 1
         if outcomes:
-            said = [f"{what}: {', '.join(f'{n} {name}' for name, n in names.items())}" for what, names in outcomes.items()]
-            lines.append(f"rows that the group size does not divide {'; '.join(said)}")
+            counts = {what: ", ".join(f"{n} {name}" for name, n in names.items()) for what, names in outcomes.items()}
+            said = "; ".join(f"{what}: {names}" for what, names in counts.items())
+            lines.append(f"rows that the group size does not divide {said}")
         return "\n".join(lines)
 
 
