@@ -2,8 +2,8 @@
 
 Quantized, 4 bits in groups of 64 unless told otherwise: the text decoder's linears, the token table and the per-layer
 table. Norms, convolutions and AltUp's matrices stay in `--dtype`, and so do the audio tower (`--quantize-audio` changes
-that) and both embedders. (AltUp's matrices mix the streams that all layers share; at 4 bits they would save 37 MB of
-E2B's 3 GB.) The vision tower's bytes are carried through as they are.
+that) and both embedders. (AltUp's matrices mix the streams that all layers share; at 4 bits they would save 36 MB of
+E2B's 3.9 GB.) The vision tower's bytes are carried through as they are.
 
 Everything is checked before anything is written, from the files' headers and the config alone. Then tensors pass
 through a few rows at a time: groups lie along rows, so quantizing slices of rows is quantizing the whole, and memory

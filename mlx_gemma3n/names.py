@@ -1,9 +1,9 @@
 """One table: a tensor's name and layout in transformers, and in ours.
 
 Ours are transformers' names without the leading `model.`; only convolutions are laid out differently, channels last. A
-few tensors of a checkpoint have no place of their own here: `lm_head` is the token table again, and Google's files carry
-key and value projections of the KV-shared layers that nothing reads. The vision tower's pass through under their own
-names.
+few tensors of a checkpoint have no place of their own here: `lm_head` is the token table again, and Google's files
+carry key and value projections of the KV-shared layers that nothing reads. The vision tower's pass through under their
+own names.
 """
 
 import re
