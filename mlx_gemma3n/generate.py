@@ -124,7 +124,9 @@ def stream_text(processor: Processor, ids: Iterable[int]) -> Iterator[str]:
     for token in ids:
         tokens.append(token)
         text = processor.decode(tokens)
-        if len(text) > len(shown) and not text.endswith("\ufffd"):
+        # A run of bytes is text or not as a whole.
+        spelled = processor.tokenizer.convert_ids_to_tokens(token) or ""
+        if len(text) > len(shown) and not spelled.startswith("<0x") and not text.endswith("\ufffd"):
             yield text[len(shown) :]
             shown = text
     if len(text) > len(shown):
