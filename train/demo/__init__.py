@@ -1,8 +1,4 @@
-"""The embedded default: a tiny Gemma 3n that hears words, and real recordings to fine-tune it on.
-
-`python -m train.demo.build` made both, from Debian's `asterisk-core-sounds` packages; who speaks, and under which licence,
-stands in `data/LICENSE-clips.md`.
-"""
+"""The embedded default: a tiny Gemma 3n that hears 26 words, and recordings to fine-tune it on. See `build.py`."""
 
 from pathlib import Path
 
