@@ -69,7 +69,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer: any text encodes, and decodes to itself (but for `▁`, which is its space, as in Gemma's)."""
+    """The tokenizer: any text encodes, and decodes to itself."""
     vocabulary = dict(SPECIAL)
     ids = iter(range(10, TEXT_IDS))
     for piece in ["\n", " ", *sorted(set(string.printable) - set(string.whitespace))]:
