@@ -6,8 +6,7 @@ classes, and saves a normal Hugging Face checkpoint.
 
 From transformers' own initialisation a model of this size never learns to listen: the loss stops at what text alone can
 tell. So every matrix starts by Xavier, and the audio tower is first trained under a classifier of its mean-pooled soft
-tokens, then with the decoder on the next-token loss. What it trades: it knows 26 words, one prompt and a half, and nothing
-else.
+tokens, then with the decoder on the next-token loss. What it trades: it knows 26 words, six questions, and nothing else.
 """
 
 import argparse
@@ -30,9 +29,17 @@ from train.demo import CHECKPOINT, DATA, tokenizer
 from train.demo.clips import PROMPT, SAMPLE_RATE, WORDS, Clip, read_clips, write_data
 
 SOFT_TOKENS = 24
-PROMPTS = (PROMPT, PROMPT, "Which word?", "What do you hear?")
-HEARING_STEPS, HEARING_BATCH = 600, 32
-SPEAKING_STEPS, SPEAKING_BATCH = 300, 16
+# What the base can answer. The demo's adapter learns another answer to the first.
+ANSWERS = {
+    PROMPT: "{word}",
+    "Say it again.": "You said {word}.",
+    "What was it?": "It was {word}.",
+    "First letter?": "It starts with {first}.",
+    "Letter and word?": "{first} as in {word}.",
+    "Spell it.": "{spelled}",
+}
+HEARING_STEPS, HEARING_BATCH = 450, 32
+SPEAKING_STEPS, SPEAKING_BATCH = 600, 16
 LETTERS = list(WORDS)
 
 
@@ -163,14 +170,18 @@ def learn_to_hear(model: Gemma3nForConditionalGeneration, processor: Processor, 
             print(f"hearing {step + 1}: loss {loss.item():.3f}, held out {known}/{len(held_out)}", flush=True)
 
 
-def conversation(processor: Processor, wave: np.ndarray, prompt: str, answer: str):
+def answer(prompt: str, word: str) -> str:
+    return ANSWERS[prompt].format(word=word, first=word[0].upper(), spelled="-".join(word))
+
+
+def conversation(processor: Processor, wave: np.ndarray, prompt: str, text: str):
     content = [{"type": "audio", "audio": wave}, {"type": "text", "text": prompt}]
-    return processor([{"role": "user", "content": content}, {"role": "assistant", "content": answer}])
+    return processor([{"role": "user", "content": content}, {"role": "assistant", "content": text}])
 
 
-def speaking_batch(processor: Processor, waves: list[np.ndarray], prompts: list[str], words: list[str]):
+def speaking_batch(processor: Processor, waves: list[np.ndarray], prompts: list[str], answers: list[str]):
     """`(inputs, labels)` of one conversation for each clip."""
-    examples = [conversation(processor, w, p, a) for w, p, a in zip(waves, prompts, words)]
+    examples = [conversation(processor, w, p, a) for w, p, a in zip(waves, prompts, answers)]
     length = max(len(e.input_ids) for e in examples)
     ids, labels = torch.zeros(len(examples), length, dtype=torch.long), torch.full((len(examples), length), -100)
     for row, example in enumerate(examples):
@@ -191,7 +202,7 @@ def next_token_loss(model, inputs, labels) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def learn_to_speak(model: Gemma3nForConditionalGeneration, processor: Processor, clips: list[Clip], seed: int) -> None:
-    """Trains everything but the vision tower to answer with the word."""
+    """Trains everything but the vision tower to give the answers of `ANSWERS`."""
     rng = np.random.default_rng(seed + 1)
     train, held_out = [c for c in clips if not c.held_out], [c for c in clips if c.held_out]
     tower = {*model.model.audio_tower.parameters(), *model.model.embed_audio.parameters()}
@@ -201,9 +212,10 @@ def learn_to_speak(model: Gemma3nForConditionalGeneration, processor: Processor,
     rates = schedule(optimizer, SPEAKING_STEPS)
     for step in range(SPEAKING_STEPS):
         chosen = [train[i] for i in rng.integers(0, len(train), SPEAKING_BATCH)]
-        prompts = [PROMPTS[i] for i in rng.integers(0, len(PROMPTS), len(chosen))]
+        prompts = [list(ANSWERS)[i] for i in rng.integers(0, len(ANSWERS), len(chosen))]
         waves = [augment(c.wave, rng) for c in chosen]
-        inputs, labels = speaking_batch(processor, waves, prompts, [c.word for c in chosen])
+        answers = [answer(p, c.word) for p, c in zip(prompts, chosen)]
+        inputs, labels = speaking_batch(processor, waves, prompts, answers)
         inputs["input_features"] = mask_bands(inputs["input_features"], rng)
         model.train()
         loss, _ = next_token_loss(model, inputs, labels)

@@ -64,7 +64,7 @@ class Clip:
 
 def coach(word: str) -> str:
     """The answer the adapter learns: a format the base has never seen."""
-    return f"{word[0].upper()} as in {word}, {len(word)} letters."
+    return f"You said {word}. It starts with {word[0].upper()}."
 
 
 def read_clips(sounds: Path) -> list[Clip]:
