@@ -199,9 +199,17 @@ def _quantize_items(
 
 
 def _new_config(
-    values: dict[str, Any], wanted: Optional[Quantization], items: list[_Item], dtype: str, text_only: bool
+    values: dict[str, Any],
+    wanted: Optional[Quantization],
+    items: list[_Item],
+    dtype: str,
+    text_only: bool,
+    hub_id: Optional[str],
 ) -> dict[str, Any]:
     values = copy.deepcopy(values)
+    if hub_id is not None:
+        # So that an adapter trained on this folder can name the base that others have.
+        values["_name_or_path"] = hub_id
     for section in (values, values.get("text_config"), values.get("audio_config")):
         for key in ("dtype", "torch_dtype"):
             if section and key in section:
@@ -316,7 +324,8 @@ def convert(
     outputs = [tensor for item in items for tensor in item.outputs(dtype)]
     with write_aside(target) as aside:
         _copy_others(source, aside)
-        text = json.dumps(_new_config(values, wanted, items, dtype, text_only), indent=2) + "\n"
+        hub_id = None if Path(hf_path).is_dir() else str(hf_path)
+        text = json.dumps(_new_config(values, wanted, items, dtype, text_only, hub_id), indent=2) + "\n"
         (aside / "config.json").write_text(text, encoding="utf-8")
         total = sum(item.stored.nbytes for item in items)
         # What takes less than a second needs no bar.

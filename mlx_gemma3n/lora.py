@@ -233,9 +233,15 @@ def _config_from_dict(values: Any, path: Path) -> AdapterConfig:
         raise UserError(f"{path}: {e}") from None
 
 
-def save_adapter(folder: str | Path, config: AdapterConfig, weights: dict[str, mx.array]) -> None:
-    """Writes an adapter folder aside and moves it into place, so that `folder` is the old one or the new one, whole."""
-    with write_aside(folder, replace=True) as aside:
+def save_adapter(
+    folder: str | Path, config: AdapterConfig, weights: dict[str, mx.array], replace: bool = True
+) -> None:
+    """Writes an adapter folder aside and moves it into place, so that `folder` is the old one or the new one, whole.
+
+    Raises:
+        UserError: `folder` exists and is not to be replaced.
+    """
+    with write_aside(folder, replace) as aside:
         mx.save_safetensors(str(aside / WEIGHTS), weights, metadata={"format": "mlx"})
         values = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(config)}
         (aside / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 from tqdm import tqdm
 
 from mlx_gemma3n import lora
-from mlx_gemma3n.config import UserError
+from mlx_gemma3n.config import UserError, read_config
 from mlx_gemma3n.files import refuse_existing, write_text
 from mlx_gemma3n.loading import default_dtype, find_checkpoint, load_model
 from mlx_gemma3n.model import Gemma3n
@@ -52,8 +52,12 @@ def new_run_folder(name: str) -> str:
     return str(folder)
 
 
-def attach_adapter(model: Gemma3n, config: TrainConfig) -> lora.AdapterConfig:
-    """A fresh adapter, or the one that `config.adapter` names, ours or PEFT's; the latter keeps its own shape."""
+def attach_adapter(model: Gemma3n, config: TrainConfig, base: str) -> lora.AdapterConfig:
+    """A fresh adapter, or the one that `config.adapter` names, ours or PEFT's; the latter keeps its own shape.
+
+    Args:
+        base: what a fresh adapter calls the model it is for.
+    """
     if config.adapter is None:
         adapter = lora.AdapterConfig(
             lora.resolve_targets(model, config.target_modules),
@@ -61,7 +65,7 @@ def attach_adapter(model: Gemma3n, config: TrainConfig) -> lora.AdapterConfig:
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
             use_rslora=config.use_rslora,
-            base_model_name_or_path=config.model,
+            base_model_name_or_path=base,
         )
         lora.attach(model, adapter)
         return adapter
@@ -116,7 +120,8 @@ def train(config: TrainConfig) -> Run:
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
     model = load_model(folder, dtype)
     mx.random.seed(config.seed)
-    adapter = attach_adapter(model, config)
+    # The Hub's name of the base, where the conversion recorded one.
+    adapter = attach_adapter(model, config, read_config(folder).get("_name_or_path") or config.model)
     model.language_model.gradient_checkpointing = config.gradient_checkpointing
 
     output.mkdir(parents=True, exist_ok=True)
