@@ -1,7 +1,7 @@
 """Gemma 3n on MLX, text and audio: the model, its processor, its adapters, and how to load them.
 
-Names are imported when they are asked for, so that `mlx_gemma3n.config` and `mlx_gemma3n.processor` work where there is no
-mlx.
+Names are imported when they are asked for, so that `mlx_gemma3n.config` and `mlx_gemma3n.processor` work where there
+is no mlx.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
 """Gemma 3n's config.json as frozen dataclasses, every field named as in transformers.
 
 Two spellings of the rotary bases exist in the wild and both load: the Hub's `rope_theta` + `rope_local_base_freq`, and
-transformers 5's nested `rope_parameters`. Nothing here imports mlx or torch, so the CUDA trainer and the memory plan read
-the same file.
+transformers 5's nested `rope_parameters`. Nothing here imports mlx or torch, so the CUDA trainer and the memory plan
+read the same file.
 """
 
 import json
@@ -98,7 +98,9 @@ class TextConfig:
             )
         if not 0 <= self.num_kv_shared_layers < layers:
             raise UserError(f"num_kv_shared_layers {self.num_kv_shared_layers} of {layers} layers")
-        if self.num_kv_shared_layers and (lost := set(self.layer_types) - set(self.layer_types[: self.first_kv_shared_layer])):
+        if self.num_kv_shared_layers and (
+            lost := set(self.layer_types) - set(self.layer_types[: self.first_kv_shared_layer])
+        ):
             raise UserError(f"no layer before {self.first_kv_shared_layer} computes the K/V of type {sorted(lost)}")
         if self.hidden_activation != "gelu_pytorch_tanh":
             raise UserError(f"hidden_activation {self.hidden_activation!r}; only gelu_pytorch_tanh is known")
@@ -126,7 +128,9 @@ class TextConfig:
         for layer_type, name in ((FULL, "rope_theta"), (SLIDING, "rope_local_base_freq")):
             rope = ropes.get(layer_type) or {}
             if rope.get("rope_type", "default") != "default":
-                raise UserError(f"rope_parameters.{layer_type}: rope_type {rope['rope_type']!r}; only 'default' is known")
+                raise UserError(
+                    f"rope_parameters.{layer_type}: rope_type {rope['rope_type']!r}; only 'default' is known"
+                )
             if "rope_theta" in rope:
                 values[name] = rope["rope_theta"]
         if values.get("rope_scaling"):

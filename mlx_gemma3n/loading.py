@@ -1,7 +1,7 @@
 """Checkpoint folders and Hub ids into models: Hugging Face's own files, ours, and those of mlx-lm and mlx-vlm.
 
-Tensors are read lazily and a folder is checked against the model before anything is computed: what is missing, unexpected
-or wrongly shaped is named.
+Tensors are read lazily and a folder is checked against the model before anything is computed: what is missing,
+unexpected or wrongly shaped is named.
 """
 
 import json
@@ -17,6 +17,7 @@ from mlx_gemma3n import lora
 from mlx_gemma3n.config import Config, UserError
 from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.names import VISION_TOWER, is_dead, to_mlx, transposition
+from mlx_gemma3n.processor import Processor
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -40,7 +41,9 @@ def find_checkpoint(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(
+            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        )
     except Exception as e:  # the Hub's client raises OSErrors, ValueErrors and httpx's own by turns
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(f"{path}: no such folder here, and the Hub does not give it ({reason})") from None
@@ -137,7 +140,7 @@ def load_model(folder: str | Path, dtype: Optional[mx.Dtype] = None) -> Gemma3n:
 
 def load(
     path: str | Path, adapter: Optional[str | Path] = None, dtype: Optional[mx.Dtype] = None
-) -> tuple[Gemma3n, "Processor"]:
+) -> tuple[Gemma3n, Processor]:
     """A model and its processor.
 
     Args:
@@ -148,8 +151,6 @@ def load(
     Raises:
         UserError: something of it cannot be read or does not fit; the message names the file.
     """
-    from mlx_gemma3n.processor import Processor
-
     folder = find_checkpoint(path)
     model = load_model(folder, dtype)
     if adapter is not None:

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): which modules take them, attach, detach, read and write.
 
-The layers are mlx-lm's `LoRALinear`. What is ours is the choice of modules. PEFT picks them by the end of their name, so
-`q_proj` also hits the audio tower's; here a run, an adapter folder and an exported config all name full paths. The
+The layers are mlx-lm's `LoRALinear`. What is ours is the choice of modules. PEFT picks them by the end of their name,
+so `q_proj` also hits the audio tower's; here a run, an adapter folder and an exported config all name full paths. The
 KV-shared layers' dead key and value projections do not exist in our model, so nothing can be attached to them.
 """
 
@@ -75,7 +75,9 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear map of `model` that can take an adapter, by its path; those with an adapter count too."""
     kinds = (nn.Linear, nn.QuantizedLinear, LoRALinear)
     found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
-    return {path: m for path, m in sorted(found.items()) if not isinstance(found.get(path.rpartition(".")[0]), LoRALinear)}
+    return {
+        path: m for path, m in sorted(found.items()) if not isinstance(found.get(path.rpartition(".")[0]), LoRALinear)
+    }
 
 
 def resolve_targets(model: nn.Module, targets: str | Sequence[str]) -> tuple[str, ...]:
@@ -129,9 +131,7 @@ def attach(model: nn.Module, config: AdapterConfig) -> nn.Module:
             raise UserError(_no_target(model, path, modules))
         if isinstance(base, LoRALinear):
             raise UserError(f"target module {path} has an adapter already")
-        adapters.append(
-            (path, LoRALinear.from_base(base, config.rank(path), config.lora_dropout, config.scale(path)))
-        )
+        adapters.append((path, LoRALinear.from_base(base, config.rank(path), config.lora_dropout, config.scale(path))))
     model.freeze()
     model.update_modules(tree_unflatten(adapters))
     return model
@@ -211,7 +211,8 @@ def read_adapter(folder: str | Path) -> tuple[AdapterConfig, dict[str, mx.array]
         raise UserError(f"{path}: cannot be read as JSON ({e})") from None
     if isinstance(values, dict) and "peft_type" in values:
         raise UserError(
-            f"{path}: a PEFT adapter; convert it first: python -m convert.adapter from-hf --adapter {folder} --output DIR"
+            f"{path}: a PEFT adapter; convert it first: "
+            f"python -m convert.adapter from-hf --adapter {folder} --output DIR"
         )
     config = _config_from_dict(values, path)
     try:
@@ -223,7 +224,7 @@ def read_adapter(folder: str | Path) -> tuple[AdapterConfig, dict[str, mx.array]
 
 def _config_from_dict(values: Any, path: Path) -> AdapterConfig:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{path}: not an adapter of mlx-gemma3n (no \"format\": \"{FORMAT}\")")
+        raise UserError(f'{path}: not an adapter of mlx-gemma3n (no "format": "{FORMAT}")')
     if values.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path}: format_version {values.get('format_version')!r}; this version reads {FORMAT_VERSION}")
     known = {k: v for k, v in values.items() if k in AdapterConfig.__dataclass_fields__}
@@ -233,9 +234,7 @@ def _config_from_dict(values: Any, path: Path) -> AdapterConfig:
         raise UserError(f"{path}: {e}") from None
 
 
-def save_adapter(
-    folder: str | Path, config: AdapterConfig, weights: dict[str, mx.array], replace: bool = True
-) -> None:
+def save_adapter(folder: str | Path, config: AdapterConfig, weights: dict[str, mx.array], replace: bool = True) -> None:
     """Writes an adapter folder aside and moves it into place, so that `folder` is the old one or the new one, whole.
 
     Raises:

@@ -14,7 +14,8 @@ from mlx_gemma3n.text import TextModel
 
 
 class MultimodalEmbedder(nn.Module):
-    """Soft tokens, or ids of a modality's own vocabulary, to the language model's width (`Gemma3nMultimodalEmbedder`)."""
+    """Soft tokens, or ids of a modality's own vocabulary, to the language model's width
+    (`Gemma3nMultimodalEmbedder`)."""
 
     def __init__(self, config: AudioConfig | VisionConfig, text_hidden_size: int):
         super().__init__()

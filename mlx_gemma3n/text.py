@@ -3,8 +3,9 @@
 Follows transformers' `Gemma3nTextModel`. Two things differ from the other MLX ports:
 
 - The last `num_kv_shared_layers` layers have no keys and values of their own. They attend to those of the last unshared
-  layer of their type, with a cache and without one, in training too; the pair travels as an explicit argument and result
-  of each layer, so its gradient survives `mx.checkpoint` (what a checkpointed function reads by closure is a constant).
+  layer of their type, with a cache and without one, in training too; the pair travels as an explicit argument and
+  result of each layer, so its gradient survives `mx.checkpoint` (what a checkpointed function reads by closure is a
+  constant).
 - Stream magnitudes are matched with a clamp at 1e-5, as transformers does, so that an empty stream is not divided by 0.
 """
 

@@ -1,7 +1,7 @@
 """Loss and exact match on held-out examples, from one forward pass.
 
-Greedy decoding writes a reference answer exactly where the likeliest token at each of its positions, given the answer so
-far, is the answer's next one. So the pass that gives the loss gives exact match too, end of turn included, without
+Greedy decoding writes a reference answer exactly where the likeliest token at each of its positions, given the answer
+so far, is the answer's next one. So the pass that gives the loss gives exact match too, end of turn included, without
 decoding: an example counts where all its supervised tokens are the likeliest.
 """
 

@@ -62,8 +62,8 @@ def _options(command: click.Command) -> click.Command:
 def main(config_file: Optional[str], **options: Any) -> None:
     """Fine-tune Gemma 3n on chats with recordings, by low-rank adapters.
 
-    Without --model, --data and --config it runs the demo: a tiny Gemma 3n that comes with this package, on recordings that
-    come with it.
+    Without --model, --data and --config it runs the demo: a tiny Gemma 3n that comes with this package, on recordings
+    that come with it.
     """
     from train.trainer import new_run_folder, train
 

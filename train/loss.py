@@ -22,7 +22,8 @@ def supervised_positions(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         labels: int `[batch, tokens]` aligned with `input_ids`, -100 where there is nothing to learn.
 
     Returns:
-        Flat positions into `[batch * tokens]` whose hidden state predicts a label, and those labels; both `[supervised]`.
+        Flat positions into `[batch * tokens]` whose hidden state predicts a label, and those labels; both
+        `[supervised]`.
     """
     batch, tokens = labels.shape
     following = np.concatenate([labels[:, 1:], np.full((batch, 1), IGNORED, labels.dtype)], axis=1).reshape(-1)

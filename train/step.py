@@ -23,8 +23,8 @@ def loss_and_gradients(model: Gemma3n, batch: Batch, audio_embeds: AudioEmbeds) 
     """
     Args:
         batch: with at least one supervised token.
-        audio_embeds: gives the soft tokens `[clips, audio_soft_tokens_per_image, hidden]` of the batch's clips in order, or
-            None; called inside the gradient, so that adapters on the audio tower get theirs.
+        audio_embeds: gives the soft tokens `[clips, audio_soft_tokens_per_image, hidden]` of the batch's clips in
+            order, or None; called inside the gradient, so that adapters on the audio tower get theirs.
 
     Returns:
         The loss summed over the supervised tokens, and its gradients by the trainable parameters.
@@ -44,9 +44,7 @@ def loss_and_gradients(model: Gemma3n, batch: Batch, audio_embeds: AudioEmbeds) 
     return value, gradients
 
 
-def accumulate(
-    model: Gemma3n, micro_batches: Iterable[Batch], audio_embeds: AudioEmbeds
-) -> tuple[float, int, dict]:
+def accumulate(model: Gemma3n, micro_batches: Iterable[Batch], audio_embeds: AudioEmbeds) -> tuple[float, int, dict]:
     """Gradients of the mean loss over all supervised tokens of `micro_batches`.
 
     Returns:

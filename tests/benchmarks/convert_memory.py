@@ -1,7 +1,7 @@
 """Peak memory of a conversion whose per-layer table is the real one: 4 GB in bfloat16, [262144, 30 * 256].
 
-The source is a sparse file: it takes no disk and reads as zeros, which quantize as any numbers do. The conversion runs in a
-process of its own, whose largest resident set the system counts: interpreter, libraries and all.
+The source is a sparse file: it takes no disk and reads as zeros, which quantize as any numbers do. The conversion
+runs in a process of its own, whose largest resident set the system counts: interpreter, libraries and all.
 
     python -m tests.benchmarks.convert_memory [--rows 262144] [--folder DIR]
 

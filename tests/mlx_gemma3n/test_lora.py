@@ -1,4 +1,5 @@
-"""Which modules take adapters, and adapter folders: written, read, refused. Gradients are in tests/train/test_step.py."""
+"""Which modules take adapters, and adapter folders: written, read, refused. Gradients are in
+tests/train/test_step.py."""
 
 import json
 

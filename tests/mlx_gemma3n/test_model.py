@@ -64,7 +64,9 @@ def test_cache_with_audio_in_the_prefix(pair):
     clips, last = 2, int(batch.attention_mask[2].sum())
     ids = batch.input_ids[2:3, :last]
     features = dict(input_features=batch.input_features[1:], input_features_mask=batch.input_features_mask[1:])
-    want = reference_logits(theirs, input_ids=torch.from_numpy(ids), **{k: torch.from_numpy(v) for k, v in features.items()})
+    want = reference_logits(
+        theirs, input_ids=torch.from_numpy(ids), **{k: torch.from_numpy(v) for k, v in features.items()}
+    )
     prefix = last - 6
     assert (ids[0, :prefix] == AUDIO_TOKEN).sum() == clips * theirs.config.audio_soft_tokens_per_image
     cache = ours.make_cache()
@@ -80,7 +82,8 @@ def test_a_cache_of_right_padded_rows_keeps_the_mask(pair):
     want = ours(mx.array(ids), attention_mask=mx.array(mask))
     cache = ours.make_cache()
     got = [
-        ours(mx.array(ids[:, i : i + 4]), attention_mask=mx.array(mask[:, : i + 4]), cache=cache) for i in range(0, 24, 4)
+        ours(mx.array(ids[:, i : i + 4]), attention_mask=mx.array(mask[:, : i + 4]), cache=cache)
+        for i in range(0, 24, 4)
     ]
     real = mask.astype(bool)
     assert worst(np.array(mx.concatenate(got, axis=1))[real], np.array(want)[real]) <= TOLERANCE
@@ -89,7 +92,10 @@ def test_a_cache_of_right_padded_rows_keeps_the_mask(pair):
 def test_placeholders_and_soft_tokens_must_match(pair):
     theirs, ours = pair
     batch = mixed_batch(theirs.config).mlx()
-    batch["input_features"], batch["input_features_mask"] = batch["input_features"][:2], batch["input_features_mask"][:2]
+    batch["input_features"], batch["input_features_mask"] = (
+        batch["input_features"][:2],
+        batch["input_features_mask"][:2],
+    )
     with pytest.raises(ValueError, match="placeholders"):
         ours(**batch)
 

@@ -46,11 +46,11 @@ def adapter_tensors(wrapped, gradients: bool = False) -> dict[str, np.ndarray]:
 def ours_with(model, wrapped):
     ours = port(model)
     tensors = adapter_tensors(wrapped)
-    config = lora.AdapterConfig(
-        target_modules=tuple({name.rpartition(".")[0] for name in tensors}), r=4, lora_alpha=6
-    )
+    config = lora.AdapterConfig(target_modules=tuple({name.rpartition(".")[0] for name in tensors}), r=4, lora_alpha=6)
     lora.attach(ours, config)
-    lora.load_weights(ours, config, {n: mx.array(np.ascontiguousarray(t)) for n, t in tensors.items()}, "PEFT's tensors")
+    lora.load_weights(
+        ours, config, {n: mx.array(np.ascontiguousarray(t)) for n, t in tensors.items()}, "PEFT's tensors"
+    )
     return ours.train(), config
 
 
@@ -146,7 +146,10 @@ def test_accumulating_rows_equals_the_batch(trained):
     clips = [slice(0, 1), slice(0, 0), slice(1, 3)]
     parts = [
         MixedBatch(
-            mixed.input_ids[i : i + 1], mixed.attention_mask[i : i + 1], mixed.input_features[c], mixed.input_features_mask[c]
+            mixed.input_ids[i : i + 1],
+            mixed.attention_mask[i : i + 1],
+            mixed.input_features[c],
+            mixed.input_features_mask[c],
         )
         for i, c in enumerate(clips)
     ]

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from convert.adapter import to_hf
 from mlx_gemma3n import load, lora
 from mlx_gemma3n.config import UserError
 from mlx_gemma3n.generate import generate
@@ -142,6 +143,15 @@ def test_starting_from_an_adapter(run, data, tmp_path):
     assert finished.before.loss == pytest.approx(rows(output, "valid_loss")[-1]["valid_loss"], abs=1e-5)
 
 
+def test_starting_from_an_adapter_of_pefts(run, data, tmp_path):
+    """Its rank, alpha and modules stay its own, and a run goes on where it stands."""
+    _, output = run
+    to_hf(output, tmp_path / "peft")
+    finished = train(config(data, tmp_path / "more", adapter=str(tmp_path / "peft"), rank=9, max_steps=1))
+    assert finished.before.loss == pytest.approx(rows(output, "valid_loss")[-1]["valid_loss"], abs=1e-5)
+    assert lora.read_adapter(finished.adapter)[0].r == 4
+
+
 def test_every_example_every_epoch(run):
     finished, _ = run
     examples = load_examples(DATA / "train.jsonl", finished.processor, "refuse")
@@ -198,7 +208,11 @@ def test_ctrl_c_keeps_the_adapter(data, tmp_path):
     output = tmp_path / "run"
     arguments = ["--model", CHECKPOINT, "--data", data, "--output", output, "--epochs", 1000]
     process = subprocess.Popen(
-        [sys.executable, "-m", "train.lora", *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "train.lora", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 120
     while not (output.exists() and (output / "metrics.jsonl").exists() and rows(output, "loss")):

@@ -1,12 +1,13 @@
 """Makes the demo's checkpoint and data again: `python -m train.demo.build --sounds DIR`.
 
-DIR is where the Debian packages asterisk-core-sounds-{en,es,fr,ru}-wav were unpacked (`apt-get download`, `dpkg -x`). Needs
-the `torch` extra; about 10 minutes on 2 cores. It trains a tiny Gemma 3n, all its parts in place, through transformers' own
-classes, and saves a normal Hugging Face checkpoint.
+DIR is where the Debian packages asterisk-core-sounds-{en,es,fr,ru}-wav were unpacked (`apt-get download`, `dpkg -x`).
+Needs the `torch` extra; about 10 minutes on 2 cores. It trains a tiny Gemma 3n, all its parts in place, through
+transformers' own classes, and saves a normal Hugging Face checkpoint.
 
 From transformers' own initialisation a model of this size never learns to listen: the loss stops at what text alone can
 tell. So every matrix starts by Xavier, and the audio tower is first trained under a classifier of its mean-pooled soft
-tokens, then with the decoder on the next-token loss. What it trades: it knows 26 words, six questions, and nothing else.
+tokens, then with the decoder on the next-token loss. What it trades: it knows 26 words, six questions, and nothing
+else.
 """
 
 import argparse

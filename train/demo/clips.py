@@ -1,7 +1,7 @@
 """The demo's recordings: which of Debian's asterisk-core-sounds, who speaks, what they say, and which are held out.
 
-The clips say the words of the phonetic alphabet; a file's name is the letter. The Italian voice uses words of its own and
-is left out. Of each word's four recordings one is held out: neither the base nor the adapter ever hears it.
+The clips say the words of the phonetic alphabet; a file's name is the letter. The Italian voice uses words of its own
+and is left out. Of each word's four recordings one is held out: neither the base nor the adapter ever hears it.
 """
 
 import json
@@ -17,8 +17,8 @@ SAMPLE_RATE = 16_000
 WORDS = dict(
     zip(
         string.ascii_lowercase,
-        "alfa bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar papa quebec romeo "
-        "sierra tango uniform victor whiskey xray yankee zulu".split(),
+        "alfa bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar papa quebec "
+        "romeo sierra tango uniform victor whiskey xray yankee zulu".split(),
     )
 )
 # Folder of the voice in the Debian packages -> name here.
@@ -26,9 +26,9 @@ VOICES = {"en_US_f_Allison": "en", "es_MX_f_Allison": "es", "fr_CA_f_June": "fr"
 PROMPT = "Which word did I say?"
 
 LICENSE = """\
-The clips in this folder are recordings from the Asterisk core sounds, as packaged by Debian (asterisk-core-sounds-en-wav,
--es-wav, -fr-wav, -ru-wav). Changes: resampled from 8 kHz, re-encoded as FLAC and renamed to LETTER-VOICE.flac; nothing was
-cut, mixed or denoised.
+The clips in this folder are recordings from the Asterisk core sounds, as packaged by Debian
+(asterisk-core-sounds-en-wav, -es-wav, -fr-wav, -ru-wav). Changes: resampled from 8 kHz, re-encoded as FLAC and
+renamed to LETTER-VOICE.flac; nothing was cut, mixed or denoised.
 
 *-en.flac, *-es.flac   Copyright Allison Smith (http://www.theivrvoice.com)    CC BY-SA 3.0
 *-fr.flac              Copyright June Wallack (http://www.junewallack.com)     CC BY-SA 3.0

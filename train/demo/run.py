@@ -1,8 +1,8 @@
 """The demo: the shipped checkpoint to 4 bit, LoRA on the shipped recordings, and what a sceptic asks for.
 
-The adapter learns to answer a question the base answers otherwise, on recordings of 26 words; a quarter of them, one voice
-of each word, is held out from the base's training and from the adapter's. Silence of the same length in place of the clips
-is the control: an adapter that only learned the form would do as well there.
+The adapter learns to answer a question the base answers otherwise, on recordings of 26 words; a quarter of them, one
+voice of each word, is held out from the base's training and from the adapter's. Silence of the same length in place
+of the clips is the control: an adapter that only learned the form would do as well there.
 """
 
 import time
@@ -31,8 +31,8 @@ SETTINGS = dict(
 
 
 def demo(options: dict[str, Any]) -> None:
-    """Runs the demo into a new folder under `runs/`, or the one of `options`, which come before the demo's settings. In it
-    are `base`, the converted checkpoint, and `run`.
+    """Runs the demo into a new folder under `runs/`, or the one of `options`, which come before the demo's settings.
+    In it are `base`, the converted checkpoint, and `run`.
 
     Raises:
         UserError: an option has a value it cannot have, or the folder exists.
@@ -51,7 +51,9 @@ def demo(options: dict[str, Any]) -> None:
     rows = {"before": run.before, "after": run.after, "after, clips silenced": silent}
     for name, result in rows.items():
         click.echo(_row(name, result))
-    click.echo(f"\nadapter in {run.adapter}; {time.perf_counter() - began:.0f} s in all. Ask about a clip it never heard:")
+    click.echo(
+        f"\nadapter in {run.adapter}; {time.perf_counter() - began:.0f} s in all. Ask about a clip it never heard:"
+    )
     clip = DATA / "clips" / "b-es.flac"
     click.echo(
         f'python -m mlx_gemma3n.generate --model {base} --adapter {run.adapter} --audio {clip} --prompt "{PROMPT}"'
