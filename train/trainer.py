@@ -149,9 +149,14 @@ def _loop(
     pad = processor.tokenizer.pad_token_id
     audio_embeds: AudioEmbeds
     if adapter.adapts_audio:
-        audio_embeds = lambda model, batch: encode_batch(model, batch, processor)  # noqa: E731
+        audio_embeds = lambda model, batch: encode_batch(model, batch, processor)
+        hear = lambda example: example.features(processor)
     else:
         audio_embeds = AudioCache(output / "audio_cache", model, processor)
+        hear = audio_embeds.soft_tokens
+    # Every clip is decoded before the first step: a broken one must not stop a run hours later.
+    for example in tqdm([e for e in [*examples, *valid] if e.clips], desc="clips", unit="example", dynamic_ncols=True):
+        hear(example)
     total = config.total_steps(math.ceil(len(examples) / config.batch_size))
     optimizer = make_optimizer(config)
     optimizer.init(model.trainable_parameters())

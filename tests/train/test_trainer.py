@@ -171,6 +171,16 @@ def test_a_loss_that_is_no_number_stops_with_one_line(data, tmp_path):
         train(config(data, tmp_path / "run", learning_rate=1e30, max_grad_norm=None, warmup_steps=0))
 
 
+@pytest.mark.parametrize("targets", ["language", "language+audio"])
+def test_a_broken_clip_stops_the_run_before_its_first_step(data, tmp_path, targets):
+    broken = shutil.copytree(data, tmp_path / "data")
+    clip = json.loads((broken / "train.jsonl").read_text().splitlines()[4])["messages"][0]["content"][0]["audio"]
+    (broken / clip).write_bytes((broken / clip).read_bytes()[:2000])
+    with pytest.raises(UserError, match=rf"train.jsonl:5: .*{clip}"):
+        train(config(broken, tmp_path / "run", target_modules=targets))
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_an_existing_run_is_not_overwritten(run, data):
     _, output = run
     with pytest.raises(UserError, match="exists already"):
