@@ -6,6 +6,7 @@ modules by the end of their names, where `q_proj` would hit the audio tower's to
 those of `Gemma3nForConditionalGeneration`, or of `Gemma3nForCausalLM` where the adapter is for one.
 """
 
+import filecmp
 import json
 import re
 from dataclasses import dataclass
@@ -331,10 +332,10 @@ def _is_text_only(folder: Path, config: lora.AdapterConfig) -> bool:
     """Whether the adapter is for a Gemma3nForCausalLM: it came from one, or its base is here and is one."""
     if not all(path.startswith("language_model.") for path in config.target_modules):
         return False
+    if _read_json(folder / lora.CONFIG, "an adapter").get(TEXT_ONLY):
+        return True
     base = Path(config.base_model_name_or_path or "no base") / "config.json"
-    if base.exists():
-        return _read_json(base, "a checkpoint").get("model_type") == "gemma3n_text"
-    return bool(_read_json(folder / lora.CONFIG, "an adapter").get(TEXT_ONLY))
+    return base.exists() and _read_json(base, "a checkpoint").get("model_type") == "gemma3n_text"
 
 
 def to_hf(adapter: str | Path, output: str | Path) -> Conversion:
@@ -367,13 +368,18 @@ def to_hf(adapter: str | Path, output: str | Path) -> Conversion:
 
 
 def _run_folder(folder: Path) -> tuple[Optional[Path], Optional[int]]:
-    """The run that an adapter folder belongs to, and the step of one of its checkpoints."""
+    """The run that an adapter folder belongs to, and the adapter's step, None where no checkpoint tells it."""
     folder = folder.resolve()
-    if folder.name == "adapter":
-        return folder.parent, None
-    if folder.parent.name == "checkpoints" and (step := re.fullmatch(r"step-(\d+)", folder.name)):
-        return folder.parent.parent, int(step[1])
-    return None, None
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    if folder.name != "adapter" and run == folder.parent:
+        return None, None
+    steps = {int(p.name[5:]): p for p in run.glob("checkpoints/step-*") if p.name[5:].isdecimal()}
+    # A run that was killed has measured more than it saved.
+    for step, checkpoint in sorted(steps.items(), reverse=True):
+        mine, theirs = folder / lora.WEIGHTS, checkpoint / lora.WEIGHTS
+        if checkpoint == folder or theirs.exists() and filecmp.cmp(mine, theirs, shallow=False):
+            return run, step
+    return run, None
 
 
 def _rows(run: Path, last: Optional[int]) -> list[dict[str, Any]]:
@@ -424,19 +430,21 @@ def model_card(config: lora.AdapterConfig, run: Optional[Path], last: Optional[i
     """README.md for the Hub: what it is for, how it was made, what was measured. Only what the run folder says.
 
     Args:
-        last: the step of the adapter where the run went on after it.
+        last: the adapter's step, where the run may have gone on after it.
     """
     base = config.base_model_name_or_path
     known = base if HUB_ID.fullmatch(base) and not Path(base).exists() else None
     front: dict[str, Any] = {"library_name": "peft", "tags": ["lora", "gemma3n", "mlx-gemma3n"]}
     if known:
         front = {"base_model": known, **front}
-    kinds = sorted({path.rpartition(".")[2] for path in config.target_modules})
+    parts: dict[str, list[str]] = {}
+    for path in config.target_modules:
+        parts.setdefault(path.split(".")[0], []).append(path.rpartition(".")[2])
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", "# LoRA adapter for Gemma 3n", ""]
     rank = f"- Rank {config.r}, alpha {_whole(config.lora_alpha):g}{', rsLoRA' if config.use_rslora else ''}"
     others = len(config.rank_pattern.keys() | config.alpha_pattern.keys())
     lines += [f"- Base model: {base or 'not recorded'}", rank + (f"; {others} modules differ" if others else "")]
-    lines += [f"- {len(config.target_modules)} modules: {', '.join(kinds)}"]
+    lines += [f"- {len(ends)} modules of {part}: {', '.join(sorted(set(ends)))}" for part, ends in parts.items()]
     if run is not None:
         rows = _rows(run, last)
         steps = [f"- {rows[-1]['step']} steps" + _epochs(rows)] if rows else []

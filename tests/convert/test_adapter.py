@@ -102,6 +102,20 @@ def test_peft_loads_the_export_and_gives_our_logits(reference, four_bit, tmp_pat
         assert worst(mine, bare) > 0.05
 
 
+def test_layer_1_is_not_layer_11(tmp_path, caplog):
+    """Nor the audio tower's q_proj the text's."""
+    model = awkward_model("ten")
+    ours = port(model)
+    targets = ("language_model.layers.1.self_attn.q_proj", "language_model.layers.11.mlp.up_proj")
+    config = lora.AdapterConfig(targets, r=3, rank_pattern={targets[0]: 2}, alpha_pattern={targets[1]: 1.5})
+    lora.save_adapter(tmp_path / "ours", config, lora.adapter_weights(randomised(ours, config)))
+    to_hf(tmp_path / "ours", tmp_path / "peft")
+    wrapped = load_with_peft(model, tmp_path / "peft", caplog)
+    assert adapted(wrapped) == {f"model.{path}" for path in targets}
+    ids = np.random.default_rng(0).integers(10, 400, (2, 19))
+    assert worst(text_logits(ours, ids), text_logits(wrapped, ids)) <= 1e-4
+
+
 MADE = {
     "list": dict(target_modules=["q_proj", "up_proj"]),
     "regex": dict(target_modules=LANGUAGE, use_rslora=True, lora_alpha=3),
@@ -465,7 +479,9 @@ def test_the_card_says_what_the_run_says(reference, tmp_path):
     config = lora.AdapterConfig(targets, r=4, base_model_name_or_path="google/gemma-3n-E2B-it")
     run = tmp_path / "run"
     weights = lora.adapter_weights(lora.attach(ours, config))
-    for folder in ("adapter", "checkpoints/step-000005"):
+    lora.save_adapter(run / "checkpoints" / "step-000005", config, weights)
+    weights = {name: tensor + 1 for name, tensor in weights.items()}
+    for folder in ("checkpoints/step-000009", "adapter"):
         lora.save_adapter(run / folder, config, weights)
     to_hf(run, tmp_path / "bare")
     bare = (tmp_path / "bare" / "README.md").read_text()
@@ -481,9 +497,11 @@ def test_the_card_says_what_the_run_says(reference, tmp_path):
         {"step": 5, "epoch": 1.0, "valid_loss": 0.5, "valid_exact_match": 0.75},
         {"step": 9, "epoch": 2.0, "loss": None},
         {"step": 9, "epoch": 2.0, "valid_loss": 0.125, "valid_exact_match": 1.0},
+        # After the last save, before the kill.
+        {"step": 10, "epoch": 2.1, "loss": 77.0},
     ]
     # A run that is killed may leave the last line half written.
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 10, "lo')
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 11, "lo')
     cards = {}
     for adapter, output in ((run, "a"), (run / "adapter", "b"), (run / "checkpoints" / "step-000005", "c")):
         to_hf(adapter, tmp_path / output)
@@ -491,7 +509,7 @@ def test_the_card_says_what_the_run_says(reference, tmp_path):
         assert cards[output].startswith("---\nbase_model: google/gemma-3n-E2B-it\nlibrary_name: peft\n")
         assert "- Data: 988 training examples, 12 validation examples, 1000 clips\n" in cards[output]
         assert "- Settings: learning_rate 0.0002, seed 3\n" in cards[output]
-        assert f"- {len(targets)} modules: down_proj, gate_proj, k_proj, " in cards[output]
+        assert f"- {len(targets)} modules of language_model: down_proj, gate_proj, k_proj, " in cards[output]
         assert "| training loss | 3.0000 (step 1) | 0.2500 (step 5) |" in cards[output]
         assert "secret" not in cards[output]
     assert cards["a"] == cards["b"]
