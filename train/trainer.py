@@ -30,6 +30,8 @@ from train.evaluate import Evaluation, evaluate
 from train.metrics import Metrics
 from train.step import AudioEmbeds, accumulate, apply
 
+SETTINGS, COUNTS, METRICS, AUDIO_CACHE = "config.yaml", "data.json", "metrics.jsonl", "audio_cache"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -110,7 +112,10 @@ def train(config: TrainConfig) -> Run:
         UserError: the model, the data or a setting cannot be used, the run folder exists, or the loss stops being a
             number; the message says what to do.
     """
-    output = refuse_existing(config.output)
+    output = Path(config.output)
+    # What a start that failed has left: its encoded clips, which this one can use.
+    if not output.is_dir() or [path.name for path in output.iterdir()] != [AUDIO_CACHE]:
+        refuse_existing(output)
     train_file, valid_file = find_files(config.data)
     folder = find_checkpoint(config.model)
     processor = Processor.from_pretrained(folder)
@@ -125,15 +130,19 @@ def train(config: TrainConfig) -> Run:
     model.language_model.gradient_checkpointing = config.gradient_checkpointing
 
     output.mkdir(parents=True, exist_ok=True)
-    write_text(output / "config.yaml", config.to_yaml())
+    write_text(output / SETTINGS, config.to_yaml())
     counts = {"train_examples": len(examples), "valid_examples": len(valid)}
     counts["clips"] = len({clip for e in [*examples, *valid] for clip in e.clips})
-    write_text(output / "data.json", json.dumps(counts, indent=2) + "\n")
-    metrics = Metrics(output / "metrics.jsonl")
+    write_text(output / COUNTS, json.dumps(counts, indent=2) + "\n")
+    metrics = Metrics(output / METRICS)
     try:
         return _loop(config, model, processor, adapter, examples, valid, output, metrics)
     finally:
         metrics.close()
+        if not (output / METRICS).stat().st_size:
+            # Not begun: the same command must be able to begin once its input is put right.
+            for name in (SETTINGS, COUNTS, METRICS):
+                (output / name).unlink()
 
 
 def _loop(
@@ -152,7 +161,7 @@ def _loop(
         audio_embeds = lambda model, batch: encode_batch(model, batch, processor)
         hear = lambda example: example.features(processor)
     else:
-        audio_embeds = AudioCache(output / "audio_cache", model, processor)
+        audio_embeds = AudioCache(output / AUDIO_CACHE, model, processor)
         hear = audio_embeds.soft_tokens
     # Every clip is decoded before the first step: a broken one must not stop a run hours later.
     for example in tqdm([e for e in [*examples, *valid] if e.clips], desc="clips", unit="example", dynamic_ncols=True):
