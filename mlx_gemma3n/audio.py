@@ -300,11 +300,22 @@ class AudioEncoder(nn.Module):
         """
         if 0 in padding.shape or padding.shape != input_features.shape[:2]:
             raise ValueError(f"features of shape {input_features.shape} with a padding mask of shape {padding.shape}")
-        x = self.subsample_conv_projection(input_features)
-        # Time is padded at its end alone, so a frame of the conformer starts where its first log-mel frame does.
-        padding = padding[:, :: time_stride(self.config)]
+        x, padding = self.subsample(input_features, padding)
         for block in self.conformer:
             x = block(x, padding)
+        return self.reduce(x, padding)
+
+    def subsample(self, input_features: mx.array, padding: mx.array) -> tuple[mx.array, mx.array]:
+        """Log-mel frames and their padding to those of the conformer, `[clips, frames / 4, hidden]`."""
+        return self.subsample_conv_projection(input_features), self.frame_padding(padding)
+
+    def frame_padding(self, padding: mx.array) -> mx.array:
+        """Padding of log-mel frames to that of the conformer's frames, `[clips, frames / 4]`."""
+        # Time is padded at its end alone, so a frame of the conformer starts where its first log-mel frame does.
+        return padding[:, :: time_stride(self.config)]
+
+    def reduce(self, x: mx.array, padding: mx.array) -> tuple[mx.array, mx.array]:
+        """Every `conf_reduction_factor`-th frame of the conformer's output, zero on padding."""
         every = self.config.conf_reduction_factor
         x, padding = x[:, ::every], padding[:, ::every]
         return mx.where(padding[..., None], mx.array(0, x.dtype), x), padding

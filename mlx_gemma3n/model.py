@@ -83,15 +83,30 @@ class Gemma3n(nn.Module):
         if "audio_tower" not in self:
             raise ValueError("this checkpoint has no audio tower (converted with --text-only?)")
         encodings, padding = self.audio_tower(input_features, ~input_features_mask.astype(mx.bool_))
+        if encodings.shape[1] > self.config.audio_soft_tokens_per_image:
+            raise ValueError(
+                f"{input_features.shape[1]} frames make {encodings.shape[1]} soft tokens; "
+                f"a clip has {self.config.audio_soft_tokens_per_image}"
+            )
+        return self.soft_tokens(encodings, padding)
+
+    def soft_tokens(self, encodings: mx.array, padding: mx.array) -> mx.array:
+        """The audio tower's output as soft tokens: projected, and filled up.
+
+        Args:
+            encodings: `[clips, frames, audio_hidden]`.
+            padding: bool `[clips, frames]`, True on padding.
+
+        Returns:
+            `[clips, audio_soft_tokens_per_image, text_hidden]`.
+        """
         soft = self.embed_audio.soft(encodings)
         last = mx.array([[self.embed_audio.vocab_offset + self.embed_audio.vocab_size - 1]])
         filler = self.embed_audio.ids(last).astype(soft.dtype)
         soft = mx.where(padding[..., None], filler, soft)
         clips, length, size = soft.shape
-        wanted = self.config.audio_soft_tokens_per_image
-        if length > wanted:
-            raise ValueError(f"{input_features.shape[1]} frames make {length} soft tokens; a clip has {wanted}")
-        return mx.concatenate([soft, mx.broadcast_to(filler, (clips, wanted - length, size))], axis=1)
+        missing = self.config.audio_soft_tokens_per_image - length
+        return mx.concatenate([soft, mx.broadcast_to(filler, (clips, missing, size))], axis=1)
 
     def embed(self, input_ids: mx.array, audio_embeds: Optional[mx.array] = None) -> mx.array:
         """Token embeddings with the clips' soft tokens in place of their placeholders, in order.

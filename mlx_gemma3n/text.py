@@ -1,15 +1,18 @@
 """The Gemma 3n text decoder: attention, MLP, LAuReL, AltUp and per-layer inputs, in the order data meets them.
 
-Follows transformers' `Gemma3nTextModel`. Two things differ from the other MLX ports:
+Follows transformers' `Gemma3nTextModel`. Three things differ from the other MLX ports:
 
 - The last `num_kv_shared_layers` layers have no keys and values of their own. They attend to those of the last unshared
   layer of their type, with a cache and without one, in training too; the pair travels as an explicit argument and
-  result of each layer, so its gradient survives `mx.checkpoint` (what a checkpointed function reads by closure is a
-  constant).
-- Stream magnitudes are matched with a clamp at 1e-5, as transformers does, so that an empty stream is not divided by 0.
+  result of each layer.
+- Attention is computed in blocks of queries. A block of a sliding-window layer meets its own keys and those of the
+  window before it, so the scores of `T` tokens take `T * (window + block)` numbers instead of `T * T`.
+- A layer is made of the part before attention, attention, and the part after it. Only attention mixes tokens, so a
+  training step can put the two others through a layer a few tokens at a time (`train/passes.py`).
 """
 
 import math
+from functools import partial
 from statistics import NormalDist
 from typing import Optional
 
@@ -51,44 +54,88 @@ class SlidingKVCache:
         return self.keys, self.values
 
 
-def attention_masks(
-    config: TextConfig, tokens: int, offset: int = 0, attention_mask: Optional[mx.array] = None
-) -> dict[str, Optional[mx.array]]:
-    """What each new token may attend to, for each layer type.
+# Queries that meet their keys at once. In float32, eight heads and 2 048 keys, one block's scores are 17 MB.
+QUERY_BLOCK = 256
+
+
+def query_blocks(tokens: int, keys: int, window: Optional[int]) -> list[tuple[slice, slice]]:
+    """Which keys each block of queries can see.
 
     Args:
-        tokens: number of new tokens.
-        offset: number of tokens already in the cache.
-        attention_mask: `[batch, offset + tokens]`, 1 on real tokens, or None when all are real.
+        tokens: number of queries, the last of all tokens so far.
+        keys: number of keys, also the last ones.
+        window: a query sees itself and the `window - 1` tokens before it; None for all before it.
 
     Returns:
-        `FULL`: bool `[batch or 1, 1, tokens, offset + tokens]`; `SLIDING`: the same over the last
-        `min(offset, window - 1) + tokens` positions. None where one new token may see every key.
+        For each block, its queries and its keys, as slices of the token axes.
     """
-    total, window = offset + tokens, config.sliding_window
-    if attention_mask is not None and attention_mask.shape[1] != total:
-        raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens; {offset} cached + {tokens} new")
-    query = mx.arange(offset, total)[:, None]
-    masks: dict[str, Optional[mx.array]] = {}
-    for layer_type, first in ((FULL, 0), (SLIDING, max(0, offset - (window - 1)))):
-        if tokens == 1 and attention_mask is None:
-            masks[layer_type] = None
-            continue
-        key = mx.arange(first, total)[None]
+    before = keys - tokens
+    blocks = []
+    for start in range(0, tokens, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, tokens)
+        first = 0 if window is None else max(0, before + start - (window - 1))
+        blocks.append((slice(start, end), slice(first, before + end)))
+    return blocks
+
+
+def attend_block(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    gap: int,
+    window: Optional[int] = None,
+    real: Optional[mx.array] = None,
+) -> mx.array:
+    """Attention of one block of queries.
+
+    Args:
+        queries: `[batch, heads, queries, head_dim]`.
+        keys, values: `[batch, kv_heads, keys, head_dim]`.
+        gap: how far the first query stands after the first key.
+        window: as in `query_blocks`.
+        real: `[batch, keys]`, 0 on padding; None where every key is real.
+
+    Returns:
+        `[batch, heads, queries, head_dim]`.
+    """
+    mask = None
+    if queries.shape[2] > 1 or real is not None:
+        query, key = mx.arange(gap, gap + queries.shape[2])[:, None], mx.arange(keys.shape[2])[None]
         mask = key <= query
-        if layer_type == SLIDING:
+        if window is not None:
             mask = mask & (key > query - window)
         mask = mask[None, None]
-        if attention_mask is not None:
+        if real is not None:
             # A padded query keeps itself: a row without any key would be NaN on Metal and poison the gradients.
-            real = attention_mask[:, None, None, first:].astype(mx.bool_)
-            mask = mask & (real | (key == query)[None, None])
-        masks[layer_type] = mask
-    return masks
+            mask = mask & (real[:, None, None].astype(mx.bool_) | (key == query)[None, None])
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    window: Optional[int] = None,
+    attention_mask: Optional[mx.array] = None,
+) -> mx.array:
+    """Causal attention, block by block; the queries are the last of all tokens.
+
+    Args:
+        queries, keys, values, window: as in `attend_block`, of all tokens.
+        attention_mask: `[batch, at least keys]`, 1 on real tokens; its last columns are the keys'.
+    """
+    count = keys.shape[2]
+    real = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - count :]
+    blocks = []
+    for q, k in query_blocks(queries.shape[2], count, window):
+        gap = count - queries.shape[2] + q.start - k.start
+        mine = None if real is None else real[:, k]
+        blocks.append(attend_block(queries[:, :, q], keys[:, :, k], values[:, :, k], gap, window, mine))
+    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys (transformers' `Gemma3nTextAttention`).
+    """The projections of grouped-query attention (transformers' `Gemma3nTextAttention`).
 
     The scale is 1: `q_norm` and `k_norm` do the scaling. `v_norm` has no weight.
     """
@@ -111,46 +158,29 @@ class Attention(nn.Module):
             self.v_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=False)
             self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
 
+    def _heads(self, x: mx.array, count: int) -> mx.array:
+        return x.reshape(*x.shape[:2], count, self.head_dim)
+
     def _rope(self, x: mx.array, offset: int) -> mx.array:
         return mx.fast.rope(x, self.head_dim, traditional=False, base=self.rope_base, scale=1.0, offset=offset)
 
-    def __call__(
-        self,
-        x: mx.array,
-        mask: Optional[mx.array],
-        offset: int,
-        shared_kv: Optional[KeysValues],
-        cache=None,
-    ) -> tuple[mx.array, KeysValues]:
+    def __call__(self, x: mx.array, offset: int) -> tuple[mx.array, ...]:
         """
         Args:
             x: `[batch, tokens, hidden]`.
-            mask: bool, broadcastable to `[batch, heads, tokens, keys]`, True where a query may look.
             offset: position of the first token of `x`.
-            shared_kv: the donor's keys and values `[batch, kv_heads, keys, head_dim]`; only for a shared layer.
 
         Returns:
-            The output `[batch, tokens, hidden]` and the keys and values attended to.
+            Queries `[batch, heads, tokens, head_dim]`, and unless the layer shares another one's, keys and values
+            `[batch, kv_heads, tokens, head_dim]`.
         """
-        batch, tokens, _ = x.shape
-
-        def heads(y: mx.array, count: int) -> mx.array:
-            return y.reshape(batch, tokens, count, self.head_dim)
-
-        queries = self.q_norm(heads(self.q_proj(x), self.num_heads)).transpose(0, 2, 1, 3)
+        queries = self.q_norm(self._heads(self.q_proj(x), self.num_heads)).transpose(0, 2, 1, 3)
         queries = self._rope(queries, offset)
         if self.is_kv_shared:
-            keys, values = shared_kv
-        else:
-            keys = self.k_norm(heads(self.k_proj(x), self.num_kv_heads)).transpose(0, 2, 1, 3)
-            keys = self._rope(keys, offset)
-            values = mx.fast.rms_norm(heads(self.v_proj(x), self.num_kv_heads), None, self.eps)
-            values = values.transpose(0, 2, 1, 3)
-            if cache is not None:
-                keys, values = cache.update_and_fetch(keys, values)
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
-        out = out.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
-        return self.o_proj(out), (keys, values)
+            return (queries,)
+        keys = self.k_norm(self._heads(self.k_proj(x), self.num_kv_heads)).transpose(0, 2, 1, 3)
+        values = mx.fast.rms_norm(self._heads(self.v_proj(x), self.num_kv_heads), None, self.eps)
+        return queries, self._rope(keys, offset), values.transpose(0, 2, 1, 3)
 
 
 def gaussian_topk(x: mx.array, sparsity: float) -> mx.array:
@@ -158,6 +188,26 @@ def gaussian_topk(x: mx.array, sparsity: float) -> mx.array:
     last axis, and subtracts that cutoff (Spark Transformer; transformers' `_gaussian_topk`)."""
     cutoff = mx.mean(x, axis=-1, keepdims=True) + NormalDist().inv_cdf(sparsity) * mx.std(x, axis=-1, keepdims=True)
     return nn.relu(x - cutoff)
+
+
+@mx.custom_function
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """`gelu(gate) * up`, GELU in its tanh form. Its backward pass keeps the two inputs and nothing between."""
+    return nn.gelu_approx(gate) * up
+
+
+@geglu.vjp
+def _geglu_vjp(primals, cotangent, _):
+    return _geglu_gradients(*primals, cotangent)
+
+
+@partial(mx.compile, shapeless=True)
+def _geglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    square = gate * gate
+    tanh = mx.tanh(scale * gate * (1 + cubic * square))
+    slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * scale * (1 + 3 * cubic * square)
+    return cotangent * up * slope, cotangent * (0.5 * gate * (1 + tanh))
 
 
 class MLP(nn.Module):
@@ -175,7 +225,7 @@ class MLP(nn.Module):
         gate = self.gate_proj(x)
         if self.sparsity > 0:
             gate = gaussian_topk(gate, self.sparsity)
-        return self.down_proj(nn.gelu_approx(gate) * self.up_proj(x))
+        return self.down_proj(geglu(gate, self.up_proj(x)))
 
 
 class Laurel(nn.Module):
@@ -237,6 +287,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.active, self.correct_scale = config.altup_active_idx, config.altup_correct_scale
+        self.window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
         self.self_attn = Attention(config, layer_idx)
         self.mlp = MLP(config, layer_idx)
         self.laurel = Laurel(config)
@@ -249,11 +300,42 @@ class DecoderLayer(nn.Module):
         self.per_layer_projection = nn.Linear(config.hidden_size_per_layer_input, size, bias=False)
         self.post_per_layer_input_norm = nn.RMSNorm(size, eps=eps)
 
+    def before_attention(self, predictions: mx.array, offset: int = 0) -> tuple[mx.array, ...]:
+        """AltUp's predictions `[altup_inputs, batch, tokens, hidden]` to queries, and keys and values of its own; see
+        `Attention`."""
+        return self.self_attn(self.input_layernorm(predictions[self.active]), offset)
+
+    def after_attention(self, predictions: mx.array, attended: mx.array, per_layer_input: mx.array) -> mx.array:
+        """Everything else. Each token goes its own way here, so any tokens may go through together.
+
+        Args:
+            predictions: of AltUp, `[altup_inputs, batch, tokens, hidden]`.
+            attended: `[batch, tokens, heads * head_dim]`.
+            per_layer_input: `[batch, tokens, hidden_size_per_layer_input]`.
+
+        Returns:
+            The streams after this layer, `[altup_inputs, batch, tokens, hidden]`.
+        """
+        x = predictions[self.active]
+        laurel = self.laurel(self.input_layernorm(x))
+        x = x + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        x = (x + laurel) / math.sqrt(2)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        corrected = self.altup.correct(predictions, x)
+
+        x = corrected[self.active]
+        if self.correct_scale:
+            x = x * self.altup.correct_output_scale
+        x = geglu(self.per_layer_input_gate(x), per_layer_input)
+        x = self.post_per_layer_input_norm(self.per_layer_projection(x))
+        # The first stream is left alone, whichever is active.
+        return mx.concatenate([corrected[:1], corrected[1:] + x])
+
     def __call__(
         self,
         streams: mx.array,
         per_layer_input: mx.array,
-        mask: Optional[mx.array],
+        attention_mask: Optional[mx.array] = None,
         offset: int = 0,
         shared_kv: Optional[KeysValues] = None,
         cache=None,
@@ -262,47 +344,23 @@ class DecoderLayer(nn.Module):
         Args:
             streams: `[altup_inputs, batch, tokens, hidden]`.
             per_layer_input: `[batch, tokens, hidden_size_per_layer_input]`.
-            mask, offset, shared_kv, cache: as in `Attention`.
+            attention_mask: `[batch, offset + tokens]`, 1 on real tokens.
+            offset: position of the first token.
+            shared_kv: the donor's keys and values `[batch, kv_heads, keys, head_dim]`; only for a shared layer.
 
         Returns:
             The streams after this layer, and the keys and values it attended to.
         """
         predictions = self.altup.predict(streams)
-        x = predictions[self.active]
-        normed = self.input_layernorm(x)
-        attn, kv = self.self_attn(normed, mask, offset, shared_kv, cache)
-        x = x + self.post_attention_layernorm(attn)
-        x = (x + self.laurel(normed)) / math.sqrt(2)
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        corrected = self.altup.correct(predictions, x)
-
-        x = corrected[self.active]
-        if self.correct_scale:
-            x = x * self.altup.correct_output_scale
-        x = nn.gelu_approx(self.per_layer_input_gate(x)) * per_layer_input
-        x = self.post_per_layer_input_norm(self.per_layer_projection(x))
-        # The first stream is left alone, whichever is active.
-        return mx.concatenate([corrected[:1], corrected[1:] + x]), kv
+        queries, *kv = self.before_attention(predictions, offset)
+        kv = shared_kv or (cache.update_and_fetch(*kv) if cache is not None else tuple(kv))
+        attended = merge_heads(attend(queries, *kv, self.window, attention_mask))
+        return self.after_attention(predictions, attended, per_layer_input), kv
 
 
-def checkpointed(layer: DecoderLayer, streams, per_layer_input, mask, offset, shared_kv, seed: int):
-    """`layer(...)` that keeps only its inputs for the backward pass and computes the rest again there.
-
-    Everything that needs a gradient is an explicit argument: the trainable parameters, the streams, the per-layer input
-    and the donor's keys and values. `seed` makes dropout draw the same masks both times.
-    """
-
-    def run(parameters, streams, per_layer_input, *shared_kv):
-        own = layer.trainable_parameters()
-        layer.update(parameters)
-        mx.random.seed(seed)
-        out, kv = layer(streams, per_layer_input, mask, offset, shared_kv or None)
-        layer.update(own)
-        return out, *kv
-
-    parameters = layer.trainable_parameters()
-    out, keys, values = mx.checkpoint(run)(parameters, streams, per_layer_input, *(shared_kv or ()))
-    return out, (keys, values)
+def merge_heads(x: mx.array) -> mx.array:
+    """`[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads * head_dim]`."""
+    return x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1)
 
 
 def match_magnitude(x: mx.array, target: mx.array) -> mx.array:
@@ -316,15 +374,11 @@ def root_mean_square(x: mx.array) -> mx.array:
 
 
 class TextModel(nn.Module):
-    """Embeddings in, final hidden states out (transformers' `Gemma3nTextModel`).
-
-    `gradient_checkpointing` trades one more forward pass for keeping a layer's inputs only.
-    """
+    """Embeddings in, final hidden states out (transformers' `Gemma3nTextModel`)."""
 
     def __init__(self, config: TextConfig):
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
         size, per_layer, layers = config.hidden_size, config.hidden_size_per_layer_input, config.num_hidden_layers
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.embed_tokens_per_layer = nn.Embedding(config.vocab_size_per_layer_input, layers * per_layer)
@@ -364,6 +418,21 @@ class TextModel(nn.Module):
             for i in range(config.first_kv_shared_layer)
         ]
 
+    def streams(self, inputs_embeds: mx.array) -> mx.array:
+        """`[batch, tokens, hidden]` -> AltUp's streams before the first layer, `[altup_inputs, batch, tokens, hidden]`:
+        the embedding, and its projections at the same magnitude."""
+        target = root_mean_square(inputs_embeds)
+        others = [match_magnitude(project(inputs_embeds), target) for project in self.altup_projections]
+        return mx.stack([inputs_embeds, *others])
+
+    def merge(self, streams: mx.array) -> mx.array:
+        """The streams after the last layer -> `[batch, tokens, hidden]`: their mean at the first one's magnitude, after
+        the final norm."""
+        target, hidden = root_mean_square(streams[0]), streams[0]
+        for project, stream in zip(self.altup_unembed_projections, streams[1:]):
+            hidden = hidden + match_magnitude(project(stream), target)
+        return self.norm(hidden / self.config.altup_num_inputs)
+
     def __call__(
         self,
         input_ids: mx.array,
@@ -383,31 +452,13 @@ class TextModel(nn.Module):
         """
         config = self.config
         per_layer_inputs = self.per_layer_inputs(input_ids, inputs_embeds)
-        offset = cache[0].offset if cache else 0
-        masks = attention_masks(config, input_ids.shape[1], offset, attention_mask)
-
-        target = root_mean_square(inputs_embeds)
-        streams = mx.stack(
-            [inputs_embeds] + [match_magnitude(project(inputs_embeds), target) for project in self.altup_projections]
-        )
-        checkpointing = self.gradient_checkpointing and cache is None
-        # One for each layer and one to go on with: a backward pass leaves the generator wherever its last layer did.
-        seeds = mx.random.randint(0, 2**31 - 1, (len(self.layers) + 1,)).tolist() if checkpointing else []
+        offset, tokens = cache[0].offset if cache else 0, input_ids.shape[1]
+        if attention_mask is not None and attention_mask.shape[1] != offset + tokens:
+            raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens; {offset} cached + {tokens} new")
+        streams = self.streams(inputs_embeds)
         kv: dict[int, KeysValues] = {}
         for i, layer in enumerate(self.layers):
-            donor = config.kv_donor(i)
-            mask, shared_kv = masks[config.layer_types[i]], kv.get(donor) if donor != i else None
-            inputs = (streams, per_layer_inputs[:, :, i], mask, offset, shared_kv)
-            if checkpointing:
-                streams, kv[i] = checkpointed(layer, *inputs, seeds[i])
-            else:
-                entry = cache[i] if cache and not config.is_kv_shared(i) else None
-                streams, kv[i] = layer(*inputs, entry)
-        if checkpointing:
-            mx.random.seed(seeds[-1])
-
-        target = root_mean_square(streams[0])
-        hidden = streams[0]
-        for project, stream in zip(self.altup_unembed_projections, streams[1:]):
-            hidden = hidden + match_magnitude(project(stream), target)
-        return self.norm(hidden / config.altup_num_inputs)
+            shared_kv = kv[config.kv_donor(i)] if config.is_kv_shared(i) else None
+            entry = cache[i] if cache and not config.is_kv_shared(i) else None
+            streams, kv[i] = layer(streams, per_layer_inputs[:, :, i], attention_mask, offset, shared_kv, entry)
+        return self.merge(streams)

@@ -29,25 +29,12 @@ from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
 from train.batching import Batch
 from train.data import TrainExample
+from train.trained_audio import encode
 
 # Part of every key: counted up when the same weights come to mean another output.
 VERSION = 1
 
 log = logging.getLogger(__name__)
-
-
-def encode_batch(model: Gemma3n, batch: Batch, processor: Processor) -> Optional[mx.array]:
-    """Encodes a batch's clips afresh, with gradients: for adapters on the audio tower.
-
-    Each example's clips go through the tower together, padded as its processor pads them and not to the batch's
-    longest, so that an example gives the same soft tokens in any batch.
-
-    Returns:
-        `[clips, audio_soft_tokens_per_image, text_hidden]` in order, or None where no example has a clip.
-    """
-    features = [example.features(processor) for example in batch.examples]
-    soft = [model.encode_audio(mx.array(f[0]), mx.array(f[1])) for f in features if f is not None]
-    return mx.concatenate(soft) if soft else None
 
 
 def fingerprint(model: Gemma3n) -> bytes:
@@ -100,7 +87,7 @@ class AudioCache:
             raise UserError(f"{self.folder}: no place for the audio cache ({e.strerror}); name another") from None
 
     def __call__(self, model: Gemma3n, batch: Batch) -> Optional[mx.array]:
-        """The soft tokens of a batch's clips, in order, as `encode_batch` gives them; `model` is the cache's own."""
+        """The soft tokens of a batch's clips, in order, or None without clips; `model` is the cache's own."""
         soft = [self.soft_tokens(example) for example in batch.examples if example.clips]
         return mx.concatenate(soft) if soft else None
 
@@ -122,13 +109,10 @@ class AudioCache:
         keys = self._keys[example.where] = [self._key(f, m) for f, m in zip(features, mask)]
         rows = {key: self._read(key) for key in dict.fromkeys(keys)}
         new = [key for key in rows if rows[key] is None]
-        if new:
-            which = [keys.index(key) for key in new]
-            soft = mx.stop_gradient(self.model.encode_audio(mx.array(features[which]), mx.array(mask[which])))
-            mx.eval(soft)
-            for key, clip in zip(new, soft):
-                rows[key] = clip
-                self._write(key, clip)
+        for key in new:
+            clip = keys.index(key)
+            (rows[key],) = encode(self.model, features[clip : clip + 1], mask[clip : clip + 1])
+            self._write(key, rows[key])
         self.misses += len(new)
         self.hits += len(keys) - len(new)
         return mx.stack([rows[key] for key in keys])

@@ -16,8 +16,8 @@ from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor, load_audio
 from train.batching import Batch, collate
 from train.data import TrainExample
-from train.loss import summed_cross_entropy, supervised_logits, supervised_positions
-from train.step import AudioEmbeds
+from train.loss import loss_and_choice, supervised_positions
+from train.step import AudioEmbeds, Pieces, hidden_states
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ def evaluate(
     batch_size: int,
     pad_token_id: int,
     audio_embeds: AudioEmbeds,
+    pieces: Pieces = Pieces(),
     on_batch: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:
     """Evaluates in inference mode and leaves the model in the mode it was in.
@@ -55,18 +56,12 @@ def evaluate(
     for first in range(0, len(order), batch_size):
         batch = collate([examples[i] for i in order[first : first + batch_size]], pad_token_id)
         positions, targets = supervised_positions(batch.labels)
-        logits = supervised_logits(
-            model,
-            mx.array(batch.input_ids),
-            mx.array(batch.attention_mask),
-            mx.array(positions),
-            audio_embeds(model, batch),
-        )
-        loss, choice = summed_cross_entropy(logits, mx.array(targets)), mx.argmax(logits, axis=-1)
-        mx.eval(loss, choice)
-        wrong = positions[np.array(choice) != targets] // batch.input_ids.shape[1]
+        hidden = hidden_states(model, batch, audio_embeds, pieces)
+        hidden = hidden.reshape(-1, hidden.shape[-1])[mx.array(positions)]
+        loss, choice = loss_and_choice(model, hidden, mx.array(targets), pieces.logits)
+        wrong = positions[choice != targets] // batch.input_ids.shape[1]
         right += len(batch.examples) - len(set(wrong.tolist()))
-        total, tokens = total + loss.item(), tokens + len(targets)
+        total, tokens = total + loss, tokens + len(targets)
         on_batch(len(batch.examples))
     model.train(training)
     count = len(examples)

@@ -6,59 +6,172 @@ short answer's tokens more than a long one's.)
 """
 
 import math
+from dataclasses import dataclass
 from typing import Callable, Iterable, Optional
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gemma3n.model import Gemma3n
 from train.batching import Batch
-from train.loss import summed_cross_entropy, supervised_logits, supervised_positions
+from train.loss import loss_and_hidden_gradient, summed_loss, supervised_positions
+from train.passes import Gradients, Kept, own_randomness, text_backward, text_forward, trainable, vjp
+from train.trained_audio import TrainedAudio
 
-AudioEmbeds = Callable[[Gemma3n, Batch], Optional[mx.array]]
+# Gives the soft tokens `[clips, audio_soft_tokens_per_image, hidden]` of a batch's clips in order, or None.
+AudioEmbeds = Callable[[Gemma3n, Batch], Optional[mx.array]] | TrainedAudio
 
 
-def loss_and_gradients(model: Gemma3n, batch: Batch, audio_embeds: AudioEmbeds) -> tuple[mx.array, dict]:
+@dataclass(frozen=True)
+class Pieces:
+    """How a step is cut; what it computes does not depend on it.
+
+    Attributes:
+        checkpointing: keep each layer's input only and compute the layer again going backward, or keep everything.
+        tokens: how many go through a layer's parts around attention together.
+        logits: rows of logits that exist at once.
+    """
+
+    checkpointing: bool = True
+    tokens: int = 128
+    logits: int = 32
+
+
+def start(model: Gemma3n, input_ids: mx.array, audio_embeds: Optional[mx.array]) -> list[mx.array]:
+    """What comes before the first layer: the streams and the per-layer inputs."""
+    embeds, text = model.embed(input_ids, audio_embeds), model.language_model
+    return [text.streams(embeds), text.per_layer_inputs(input_ids, embeds)]
+
+
+def hidden_states(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces) -> mx.array:
+    """`[batch, tokens, hidden]` after the final norm, evaluated piece by piece, nothing kept."""
+    with own_randomness():
+        soft = audio.forward(model, batch, 0) if isinstance(audio, TrainedAudio) else audio(model, batch)
+        streams, per_layer_inputs = start(model, mx.array(batch.input_ids), soft)
+        mx.eval(streams, per_layer_inputs)
+        streams = text_forward(model, streams, per_layer_inputs, mx.array(batch.attention_mask), pieces.tokens, 0)
+    hidden = model.language_model.merge(streams)
+    mx.eval(hidden)
+    return hidden
+
+
+def loss_and_gradients(
+    model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces = Pieces(), into: Optional[Gradients] = None
+) -> tuple[float, Gradients]:
     """
     Args:
         batch: with at least one supervised token.
-        audio_embeds: gives the soft tokens `[clips, audio_soft_tokens_per_image, hidden]` of the batch's clips in
-            order, or None; called inside the gradient, so that adapters on the audio tower get theirs.
+        audio: where the soft tokens of its clips come from.
+        into: gradients to add this batch's to.
 
     Returns:
-        The loss summed over the supervised tokens, and its gradients by the trainable parameters.
+        The loss summed over the supervised tokens, and its gradients by path, added to those of `into`.
     """
+    gradients = {} if into is None else into
+    if pieces.checkpointing:
+        # A step draws one number; from it follow all its masks, drawn twice.
+        seed = mx.random.randint(0, 2**30).item()
+        with own_randomness():
+            return _recomputing(model, batch, audio, pieces, seed, gradients), gradients
+    return _keeping(model, batch, audio, pieces, gradients), gradients
+
+
+def _recomputing(
+    model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces, seed: int, gradients: Gradients
+) -> float:
     input_ids, attention_mask = mx.array(batch.input_ids), mx.array(batch.attention_mask)
     positions, targets = (mx.array(x) for x in supervised_positions(batch.labels))
+    text, live = model.language_model, isinstance(audio, TrainedAudio)
+    soft = audio.forward(model, batch, seed) if live else audio(model, batch)
 
-    def loss(parameters: dict) -> mx.array:
-        model.update(parameters)
-        logits = supervised_logits(model, input_ids, attention_mask, positions, audio_embeds(model, batch))
-        return summed_cross_entropy(logits, targets)
+    streams, per_layer_inputs = start(model, input_ids, soft)
+    mx.eval(streams, per_layer_inputs)
+    kept = Kept()
+    text_forward(model, streams, per_layer_inputs, attention_mask, pieces.tokens, seed, kept)
+    del streams
+    last = kept.streams.pop()
+    hidden = text.merge(last)
+    shape = hidden.shape
+    hidden = hidden.reshape(-1, shape[-1])[positions]
+    mx.eval(hidden)
+    loss, slope = loss_and_hidden_gradient(model, hidden, targets, pieces.logits)
+    del hidden
 
-    parameters = model.trainable_parameters()
-    value, gradients = mx.value_and_grad(loss)(parameters)
-    # Tracing left its own placeholders in the model.
-    model.update(parameters)
-    return value, gradients
+    outside = {n: v for n, v in trainable(model).items() if ".layers." not in n and not n.startswith("audio_tower.")}
+    end = {n: v for n, v in outside.items() if ".altup_unembed_projections." in n}
+    found, (cotangent,) = vjp(
+        model,
+        end,
+        lambda streams: [text.merge(streams).reshape(-1, shape[-1])[positions]],
+        [last],
+        [slope],
+    )
+    del last
+    # A copy of its own: the backward pass writes into it.
+    mx.eval(cotangent, _add(gradients, found))
+    begin = {n: v for n, v in outside.items() if n not in end}
+    needed = bool(begin) or (live and soft is not None)
+    cotangent, per_layer = text_backward(
+        model, kept, per_layer_inputs, attention_mask, pieces.tokens, seed, cotangent, gradients, needed
+    )
+    if needed:
+        run = lambda *soft: start(model, input_ids, *(soft or [None]))
+        inputs = [] if soft is None else [soft]
+        found, slopes = vjp(model, begin, run, inputs, [cotangent, per_layer])
+        mx.eval(slopes, _add(gradients, found))
+        if live and slopes:
+            audio.backward(model, batch, seed, slopes[0], gradients)
+    return loss.item()
 
 
-def accumulate(model: Gemma3n, micro_batches: Iterable[Batch], audio_embeds: AudioEmbeds) -> tuple[float, int, dict]:
+def _add(gradients: Gradients, new: Gradients) -> list[mx.array]:
+    """Adds gradients that go by full paths."""
+    for path, value in new.items():
+        gradients[path] = gradients[path] + value if path in gradients else value
+    return [gradients[path] for path in new]
+
+
+def _keeping(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces, gradients: Gradients) -> float:
+    """MLX's own gradient of the whole, evaluated from the last layer down to the first."""
+    input_ids, attention_mask = mx.array(batch.input_ids), mx.array(batch.attention_mask)
+    positions, targets = (mx.array(x) for x in supervised_positions(batch.labels))
+    parameters = trainable(model)
+
+    def loss(parameters: Gradients) -> mx.array:
+        model.update(tree_unflatten(list(parameters.items())))
+        hidden = model.hidden_states(input_ids, attention_mask=attention_mask, audio_embeds=audio(model, batch))
+        return summed_loss(model, hidden.reshape(-1, hidden.shape[-1])[positions], targets, pieces.logits)
+
+    value, found = mx.value_and_grad(loss)(parameters)
+    model.update(tree_unflatten(list(parameters.items())))
+    mx.eval(value)
+    waiting = _add(gradients, found)
+    paths = list(found)
+    del found, waiting
+    for i in reversed(range(len(model.layers))):
+        # By layers, so that a layer's activations are gone before those before it are met.
+        mx.eval([gradients[p] for p in paths if p.startswith(f"language_model.layers.{i}.")])
+    mx.eval([gradients[p] for p in paths])
+    return value.item()
+
+
+def accumulate(
+    model: Gemma3n, micro_batches: Iterable[Batch], audio: AudioEmbeds, pieces: Pieces = Pieces()
+) -> tuple[float, int, dict]:
     """Gradients of the mean loss over all supervised tokens of `micro_batches`.
 
     Returns:
-        The loss summed over the supervised tokens, their number, and the gradients of the mean.
+        The loss summed over the supervised tokens, their number, and the gradients of the mean, as a tree.
     """
-    total, tokens, summed = 0.0, 0, None
+    total, tokens, gradients = 0.0, 0, {}
     for batch in micro_batches:
-        value, gradients = loss_and_gradients(model, batch, audio_embeds)
-        if summed is not None:
-            gradients = tree_map(mx.add, summed, gradients)
-        # Evaluated here, else the graphs of all micro-batches would be alive at once.
-        mx.eval(value, gradients)
-        summed, total, tokens = gradients, total + value.item(), tokens + batch.supervised_tokens
-    return total, tokens, tree_map(lambda g: g / tokens, summed)
+        loss, gradients = loss_and_gradients(model, batch, audio, pieces, gradients)
+        total, tokens = total + loss, tokens + batch.supervised_tokens
+    for path in gradients:
+        gradients[path] = gradients[path] / tokens
+        mx.eval(gradients[path])
+    return total, tokens, tree_unflatten(list(gradients.items()))
 
 
 def apply(
@@ -73,5 +186,10 @@ def apply(
     if math.isfinite(norm := norm.item()):
         optimizer.learning_rate = learning_rate
         optimizer.update(model, gradients)
-        mx.eval(model.trainable_parameters(), optimizer.state)
+        del gradients
+        state = dict(tree_flatten(optimizer.state))
+        for path, parameter in trainable(model).items():
+            # One by one: of all together, the old values, the new ones and what is between would be alive at once.
+            mx.eval(parameter, [v for k, v in state.items() if k.startswith(f"{path}.")])
+        mx.eval(optimizer.state)
     return norm

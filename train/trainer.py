@@ -22,13 +22,14 @@ from mlx_gemma3n.files import refuse_existing, write_text
 from mlx_gemma3n.loading import default_dtype, find_checkpoint, load_model
 from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
-from train.audio_cache import AudioCache, encode_batch
+from train.audio_cache import AudioCache
 from train.batching import Batch, batches, collate
 from train.config import TrainConfig
 from train.data import TrainExample, find_files, load_examples
 from train.evaluate import Evaluation, evaluate
 from train.metrics import Metrics
-from train.step import AudioEmbeds, accumulate, apply
+from train.step import AudioEmbeds, Pieces, accumulate, apply
+from train.trained_audio import TrainedAudio, clips_of
 
 SETTINGS, COUNTS, METRICS, AUDIO_CACHE = "config.yaml", "data.json", "metrics.jsonl", "audio_cache"
 
@@ -127,7 +128,6 @@ def train(config: TrainConfig) -> Run:
     mx.random.seed(config.seed)
     # The Hub's name of the base, where the conversion recorded one.
     adapter = attach_adapter(model, config, read_config(folder).get("_name_or_path") or config.model)
-    model.language_model.gradient_checkpointing = config.gradient_checkpointing
 
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / SETTINGS, config.to_yaml())
@@ -158,7 +158,7 @@ def _loop(
     pad = processor.tokenizer.pad_token_id
     audio_embeds: AudioEmbeds
     if adapter.adapts_audio:
-        audio_embeds = lambda model, batch: encode_batch(model, batch, processor)
+        audio_embeds = TrainedAudio(clips_of(processor))
         hear = lambda example: example.features(processor)
     else:
         audio_embeds = AudioCache(output / AUDIO_CACHE, model, processor)
@@ -166,6 +166,7 @@ def _loop(
     # Every clip is decoded before the first step: a broken one must not stop a run hours later.
     for example in tqdm([e for e in [*examples, *valid] if e.clips], desc="clips", unit="example", dynamic_ncols=True):
         hear(example)
+    pieces = Pieces(checkpointing=config.gradient_checkpointing != "off")
     total = config.total_steps(math.ceil(len(examples) / config.batch_size))
     optimizer = make_optimizer(config)
     optimizer.init(model.trainable_parameters())
@@ -175,7 +176,7 @@ def _loop(
         if not valid:
             return None
         bar.set_description("evaluating")
-        result = evaluate(model, valid, config.batch_size, pad, audio_embeds)
+        result = evaluate(model, valid, config.batch_size, pad, audio_embeds, pieces)
         bar.set_description("training")
         metrics.write(step=step, epoch=epoch, valid_loss=result.loss, valid_exact_match=result.exact_match)
         bar.write(f"step {step}: validation loss {result.loss:.3f}, exact match {result.exact_match:.1%}")
@@ -192,7 +193,7 @@ def _loop(
     step, supervised, tokens, loss_sum, since = 0, 0, 0, 0.0, time.perf_counter()
     try:
         for epoch, ends_epoch, micro_batches in steps(examples, config, pad):
-            loss, count, gradients = accumulate(model, micro_batches, audio_embeds)
+            loss, count, gradients = accumulate(model, micro_batches, audio_embeds, pieces)
             rate = config.learning_rate_at(step, total)
             norm = apply(model, optimizer, gradients, rate, config.max_grad_norm)
             if not (math.isfinite(norm) and math.isfinite(loss)):

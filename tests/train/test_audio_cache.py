@@ -12,14 +12,15 @@ import soundfile
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_gemma3n import lora
+from mlx_gemma3n.audio import AudioEncoder
 from mlx_gemma3n.config import UserError
-from mlx_gemma3n.model import Gemma3n
 from tests.reference import AUDIO_TOKEN, TEXT_IDS, VISION_IDS, awkward_model, port
 from tests.train.small_processor import small_processor
-from train.audio_cache import AudioCache, encode_batch, fingerprint
+from train.audio_cache import AudioCache, fingerprint
 from train.batching import collate
 from train.data import load_examples
 from train.step import accumulate
+from train.trained_audio import TrainedAudio, clips_of
 
 SOFT = 20
 
@@ -38,13 +39,13 @@ def processor():
 def encoded(monkeypatch) -> list[int]:
     """The number of clips in each call of the encoder."""
     calls: list[int] = []
-    encode = Gemma3n.encode_audio
+    subsample = AudioEncoder.subsample
 
-    def counting(self, features, mask):
+    def counting(self, features, padding):
         calls.append(features.shape[0])
-        return encode(self, features, mask)
+        return subsample(self, features, padding)
 
-    monkeypatch.setattr(Gemma3n, "encode_audio", counting)
+    monkeypatch.setattr(AudioEncoder, "subsample", counting)
     return calls
 
 
@@ -73,18 +74,18 @@ def files(folder: Path) -> list[Path]:
 
 def test_each_distinct_clip_is_encoded_once_over_epochs_and_runs(tmp_path, model, processor, examples, encoded):
     batch, folder = collate(examples, 0), tmp_path / "cache"
-    want = encode_batch(model, batch, processor)
-    assert encoded == [1, 2, 1, 1, 2]
+    want = TrainedAudio(clips_of(processor))(model, batch)
+    assert encoded == [1] * 7
     encoded.clear()
     cache = AudioCache(folder, model, processor)
     got = cache(model, batch)
     # The short clip beside the long one is padded further, and that is another input of the tower.
-    assert encoded == [1, 2] and (cache.misses, cache.hits) == (3, 4) and len(files(folder)) == 3
+    assert encoded == [1] * 3 and (cache.misses, cache.hits) == (3, 4) and len(files(folder)) == 3
     assert got.shape == (7, SOFT, 64) and mx.abs(got - want).max().item() <= 1e-6
     assert same(cache(model, batch), got) and (cache.misses, cache.hits) == (3, 11)
     again = AudioCache(folder, model, processor)
     assert same(again(model, batch), got) and (again.misses, again.hits) == (0, 7)
-    assert encoded == [1, 2]
+    assert encoded == [1] * 3
 
 
 def test_the_cached_soft_tokens_give_the_logits_of_the_clips(tmp_path, model, processor, examples):
@@ -107,7 +108,7 @@ def test_later_epochs_decode_nothing(tmp_path, model, processor, examples, monke
 def test_batches_without_clips(tmp_path, model, processor, examples):
     batch = collate([examples[2]], 0)
     assert AudioCache(tmp_path / "cache", model, processor)(model, batch) is None
-    assert encode_batch(model, batch, processor) is None
+    assert TrainedAudio(clips_of(processor))(model, batch) is None
 
 
 def test_equal_rows_at_the_end_are_kept_once(tmp_path, model, processor, examples):
@@ -198,7 +199,7 @@ def test_adapters_on_the_tower_are_refused_and_get_gradients_without_the_cache(t
 
     def total(parameters):
         model.update(parameters)
-        return encode_batch(model, batch, processor).square().sum()
+        return TrainedAudio(clips_of(processor))(model, batch).square().sum()
 
     gradients = dict(tree_flatten(mx.grad(total)(model.trainable_parameters())))
     assert any(g.any().item() for name, g in gradients.items() if name.startswith("audio_tower."))
@@ -215,7 +216,7 @@ def test_a_step_takes_the_cache_whether_it_is_cold_or_warm(tmp_path, processor, 
     model = port(awkward_model("five"))
     lora.attach(model, lora.AdapterConfig(lora.resolve_targets(model, "language")))
     cache, batch = AudioCache(tmp_path / "cache", model, processor), collate(examples, 0)
-    fresh = accumulate(model, [batch], lambda m, b: encode_batch(m, b, processor))
+    fresh = accumulate(model, [batch], TrainedAudio(clips_of(processor)))
     for hits in (4, 11):
         loss, tokens, gradients = accumulate(model, [batch], cache)
         assert cache.hits == hits and tokens == fresh[1] == batch.supervised_tokens and abs(loss - fresh[0]) <= 1e-3

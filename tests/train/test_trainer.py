@@ -25,6 +25,7 @@ from train.data import load_examples
 from train.demo import CHECKPOINT, DATA
 from train.evaluate import evaluate, silence
 from train.lora import main
+from train.trained_audio import TrainedAudio, clips_of
 from train.trainer import steps, train
 
 ROOT = Path(__file__).parents[2]
@@ -100,9 +101,7 @@ def test_exact_match_is_what_generation_gives(run):
     finished, _ = run
     processor, examples = finished.processor, load_examples(DATA / "train.jsonl", finished.processor, "refuse")[:8]
     pad = processor.tokenizer.pad_token_id
-    from train.audio_cache import encode_batch
-
-    embeds = lambda model, batch: encode_batch(model, batch, processor)  # noqa: E731
+    embeds = TrainedAudio(clips_of(processor))
     right = 0
     for example in examples:
         answer = example.labels[example.labels != -100].tolist()

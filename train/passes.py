@@ -1,0 +1,336 @@
+"""The forward and the backward pass of a training step, evaluated piece by piece.
+
+MLX is lazy: a gradient of the whole model is one graph, and its evaluation allocates far ahead of what is computed. On
+Metal and on the CPU alike the memory of such a step is whatever the scheduler makes of it. Here the passes are written
+out. A piece is a few operations on a few tokens; its results are evaluated before the next piece is begun, so what is
+alive at any moment can be read off this page, and `train/memory.py` counts it.
+
+Of the forward pass only each layer's input is kept, `[altup_inputs, batch, tokens, hidden]`, and the keys and values
+that later layers share. Going backward, a layer computes its queries, keys, values and attention again, and then, a few
+tokens at a time, the part after attention together with its gradient. That part is three quarters of a layer, and it is
+computed twice in all, like everything else under gradient checkpointing (arXiv:1604.06174). The gradient of the keys
+and values that a layer shares is added to that of the layer they come from before that one's turn.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Callable, Iterator, Optional, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_gemma3n.model import Gemma3n
+from mlx_gemma3n.text import DecoderLayer, KeysValues, attend_block, merge_heads, query_blocks
+
+Gradients = dict[str, mx.array]
+
+# What a layer's part before attention computes. AltUp's predictions are computed in both parts.
+BEFORE = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+BOTH = ("altup.prediction_coefs.", "altup.modality_router.")
+
+
+@dataclass
+class Kept:
+    """What the forward pass keeps for the backward pass.
+
+    Attributes:
+        streams: the input of each layer, and the last one's output.
+        kv: keys and values of the layers that others share, by layer.
+    """
+
+    streams: list[mx.array] = field(default_factory=list)
+    kv: dict[int, KeysValues] = field(default_factory=dict)
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """What is drawn or seeded inside leaves MLX's generator as it was before."""
+    high, low = mx.random.state[0].tolist()
+    try:
+        yield
+    finally:
+        # A state is the two halves of a seed.
+        mx.random.seed((high << 32) | low)
+
+
+def layer_seeds(seed: int, layers: int) -> list[list[int]]:
+    """Of each layer, the seeds of the dropout before attention and after it; a piece adds its first token's index."""
+    return mx.random.randint(0, 2**30, (layers, 2), key=mx.random.key(seed)).tolist()
+
+
+def parts(tokens: int, batch: int, at_once: int) -> Iterator[slice]:
+    """Slices of the token axis, each of about `at_once` tokens over all rows of the batch, at least one of each row."""
+    width = max(1, at_once // batch)
+    return (slice(start, min(start + width, tokens)) for start in range(0, tokens, width))
+
+
+def trainable(module: nn.Module, choose: Callable[[str], bool] = lambda name: True) -> dict[str, mx.array]:
+    """The trainable parameters of a module whose names `choose` picks, by name."""
+    return {name: value for name, value in tree_flatten(module.trainable_parameters()) if choose(name)}
+
+
+def vjp(
+    module: nn.Module,
+    parameters: dict[str, mx.array],
+    function: Callable[..., Sequence[mx.array]],
+    inputs: Sequence[mx.array],
+    cotangents: Sequence[mx.array],
+) -> tuple[Gradients, list[mx.array]]:
+    """The vector-Jacobian products of `function`, which reads `module`, by some parameters and by its inputs.
+
+    Everything that needs a gradient is an argument: what a function reads otherwise is a constant to MLX.
+    """
+    count = len(parameters)
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        module.update(tree_unflatten(list(zip(parameters, arrays[:count]))))
+        return list(function(*arrays[count:]))
+
+    if not count and not inputs:
+        return {}, []
+    _, products = mx.vjp(run, [*parameters.values(), *inputs], list(cotangents))
+    # Tracing left its own placeholders in the module.
+    module.update(tree_unflatten(list(parameters.items())))
+    return dict(zip(parameters, products[:count])), products[count:]
+
+
+def add(gradients: Gradients, path: str, new: Gradients) -> list[mx.array]:
+    """Adds `new`, of the module at `path`, to `gradients`; returns the sums, not evaluated."""
+    for name, value in new.items():
+        full = f"{path}.{name}"
+        gradients[full] = gradients[full] + value if full in gradients else value
+    return [gradients[f"{path}.{name}"] for name in new]
+
+
+class Attended:
+    """Queries, keys, values and attention of one layer, computed piece by piece.
+
+    Attributes:
+        queries, out: `[batch, heads, tokens, head_dim]`.
+        kv: keys and values `[batch, kv_heads, tokens, head_dim]`, its own or those of its donor.
+    """
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        streams: mx.array,
+        attention_mask: mx.array,
+        shared_kv: Optional[KeysValues],
+        seed: int,
+        at_once: int,
+    ):
+        _, batch, tokens, _ = streams.shape
+        found: list[mx.array] = []
+        for part in parts(tokens, batch, at_once):
+            mx.random.seed(seed + part.start)
+            pieces = layer.before_attention(layer.altup.predict(streams[:, :, part]), part.start)
+            mx.eval(pieces)
+            found = found or [mx.zeros((*x.shape[:2], tokens, x.shape[3]), x.dtype) for x in pieces]
+            for whole, piece in zip(found, pieces):
+                whole[:, :, part] = piece
+        mx.eval(found)
+        self.queries, *own = found
+        self.kv: KeysValues = shared_kv or tuple(own)
+        self.window, self.mask = layer.window, attention_mask
+        self.out = mx.zeros_like(self.queries)
+        for q, k in query_blocks(tokens, tokens, self.window):
+            block = self._block(q, k)(self.queries[:, :, q], *(x[:, :, k] for x in self.kv))
+            mx.eval(block)
+            self.out[:, :, q] = block
+        mx.eval(self.out)
+
+    def _block(self, q: slice, k: slice) -> Callable[..., mx.array]:
+        return lambda *qkv: attend_block(*qkv, q.start - k.start, self.window, self.mask[:, k])
+
+    def backward(self, cotangent: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """The gradients of queries, keys and values, from that of `out`."""
+        tokens = self.queries.shape[2]
+        queries, keys, values = (mx.zeros_like(x) for x in (self.queries, *self.kv))
+        for q, k in query_blocks(tokens, tokens, self.window):
+            primals = [self.queries[:, :, q], *(x[:, :, k] for x in self.kv)]
+            block = self._block(q, k)
+            _, (dq, dk, dv) = mx.vjp(lambda *qkv: [block(*qkv)], primals, [cotangent[:, :, q]])
+            dk, dv = keys[:, :, k] + dk, values[:, :, k] + dv
+            mx.eval(dq, dk, dv)
+            queries[:, :, q], keys[:, :, k], values[:, :, k] = dq, dk, dv
+            mx.eval(queries, keys, values)
+        return queries, keys, values
+
+
+def _after(layer: DecoderLayer, seed: int) -> Callable[[mx.array, mx.array, mx.array], list[mx.array]]:
+    """The part after attention as a function of arrays that draws the same dropout each time."""
+
+    def run(streams: mx.array, attended: mx.array, per_layer_input: mx.array) -> list[mx.array]:
+        mx.random.seed(seed)
+        return [layer.after_attention(layer.altup.predict(streams), merge_heads(attended), per_layer_input)]
+
+    return run
+
+
+def layer_forward(
+    layer: DecoderLayer, streams: mx.array, per_layer_input: mx.array, attended: Attended, seed: int, at_once: int
+) -> mx.array:
+    """The streams `[altup_inputs, batch, tokens, hidden]` after a layer, evaluated."""
+    out = mx.zeros_like(streams)
+    for part in parts(streams.shape[2], streams.shape[1], at_once):
+        run = _after(layer, seed + part.start)
+        (piece,) = run(streams[:, :, part], attended.out[:, :, part], per_layer_input[:, part])
+        mx.eval(piece)
+        out[:, :, part] = piece
+        mx.eval(out)
+    return out
+
+
+def layer_backward(
+    layer: DecoderLayer,
+    streams: mx.array,
+    per_layer_input: mx.array,
+    attended: Attended,
+    cotangent: mx.array,
+    kv_cotangent: Optional[KeysValues],
+    seeds: Sequence[int],
+    at_once: int,
+    gradients: Gradients,
+    path: str,
+    per_layer_gradient: bool,
+) -> tuple[mx.array, KeysValues, Optional[mx.array]]:
+    """
+    Args:
+        cotangent: of the streams after the layer. Its memory becomes that of the result.
+        kv_cotangent: what the layers that share this one's keys and values have found for those, or None.
+        seeds: of `layer_seeds`.
+        gradients: the layer's are added to it.
+        per_layer_gradient: whether `per_layer_input` needs one.
+
+    Returns:
+        The gradients of the streams before the layer, of the keys and values it attended to, and of its per-layer
+        input or None; evaluated.
+    """
+    _, batch, tokens, _ = streams.shape
+    parameters = trainable(layer, lambda name: not name.startswith(BEFORE))
+    out_cotangent, ple_gradient = mx.zeros_like(attended.out), None
+    if per_layer_gradient:
+        ple_gradient = mx.zeros(per_layer_input.shape, per_layer_input.dtype)
+    for part in parts(tokens, batch, at_once):
+        run = _after(layer, seeds[1] + part.start)
+        per_layer = per_layer_input[:, part]
+        inputs = [streams[:, :, part], attended.out[:, :, part]]
+        function = run if per_layer_gradient else lambda streams, out: run(streams, out, per_layer)
+        found, products = vjp(
+            layer, parameters, function, [*inputs, per_layer][: 2 + per_layer_gradient], [cotangent[:, :, part]]
+        )
+        mx.eval(products, add(gradients, path, found))
+        cotangent[:, :, part], out_cotangent[:, :, part] = products[:2]
+        if ple_gradient is not None:
+            ple_gradient[:, part] = products[2]
+        del inputs, found, products
+        mx.eval(cotangent, out_cotangent)
+    queries, *kv = attended.backward(out_cotangent)
+    del out_cotangent
+    if kv_cotangent is not None:
+        kv = [mine + theirs for mine, theirs in zip(kv, kv_cotangent)]
+        mx.eval(kv)
+    own = [queries] if layer.self_attn.is_kv_shared else [queries, *kv]
+    parameters = trainable(layer, lambda name: name.startswith(BEFORE + BOTH))
+    for part in parts(tokens, batch, at_once):
+
+        def before(streams: mx.array) -> Sequence[mx.array]:
+            mx.random.seed(seeds[0] + part.start)
+            return layer.before_attention(layer.altup.predict(streams), part.start)
+
+        found, (product,) = vjp(layer, parameters, before, [streams[:, :, part]], [x[:, :, part] for x in own])
+        product = cotangent[:, :, part] + product
+        mx.eval(product, add(gradients, path, found))
+        cotangent[:, :, part] = product
+        del found, product
+        mx.eval(cotangent)
+    return cotangent, tuple(kv), ple_gradient
+
+
+def text_forward(
+    model: Gemma3n,
+    streams: mx.array,
+    per_layer_inputs: mx.array,
+    attention_mask: mx.array,
+    at_once: int,
+    seed: int,
+    kept: Optional[Kept] = None,
+) -> mx.array:
+    """The decoder's layers, one after the other, evaluated.
+
+    Args:
+        streams: `[altup_inputs, batch, tokens, hidden]`, before the first layer.
+        per_layer_inputs: `[batch, tokens, layers, hidden_size_per_layer_input]`.
+        attention_mask: `[batch, tokens]`, 1 on real tokens.
+        at_once: tokens that go through the parts around attention together.
+        seed: of all dropout.
+        kept: filled with what `text_backward` needs; None when there is none.
+
+    Returns:
+        The streams after the last layer.
+    """
+    config = model.config.text_config
+    donors = {config.kv_donor(i) for i in range(config.num_hidden_layers) if config.is_kv_shared(i)}
+    seeds = layer_seeds(seed, config.num_hidden_layers)
+    kv: dict[int, KeysValues] = {}
+    for i, layer in enumerate(model.layers):
+        if kept is not None:
+            kept.streams.append(streams)
+        shared_kv = kv[config.kv_donor(i)] if config.is_kv_shared(i) else None
+        attended = Attended(layer, streams, attention_mask, shared_kv, seeds[i][0], at_once)
+        if i in donors:
+            kv[i] = attended.kv
+        streams = layer_forward(layer, streams, per_layer_inputs[:, :, i], attended, seeds[i][1], at_once)
+    if kept is not None:
+        kept.streams.append(streams)
+        kept.kv = kv
+    return streams
+
+
+def text_backward(
+    model: Gemma3n,
+    kept: Kept,
+    per_layer_inputs: mx.array,
+    attention_mask: mx.array,
+    at_once: int,
+    seed: int,
+    cotangent: mx.array,
+    gradients: Gradients,
+    per_layer_gradient: bool,
+) -> tuple[mx.array, Optional[mx.array]]:
+    """Goes back through the layers; arguments as in `text_forward` and `layer_backward`.
+
+    `kept.streams`, without the last layer's output, is emptied on the way.
+
+    Returns:
+        The gradients of the streams before the first layer, and of `per_layer_inputs` or None; evaluated.
+    """
+    config = model.config.text_config
+    kv_cotangents: dict[int, KeysValues] = {}
+    ple_gradients: list[mx.array] = []
+    seeds = layer_seeds(seed, config.num_hidden_layers)
+    for i in reversed(range(config.num_hidden_layers)):
+        layer, streams, donor = model.layers[i], kept.streams.pop(), config.kv_donor(i)
+        shared_kv = kept.kv[donor] if donor != i else None
+        attended = Attended(layer, streams, attention_mask, shared_kv, seeds[i][0], at_once)
+        cotangent, kv, ple = layer_backward(
+            layer,
+            streams,
+            per_layer_inputs[:, :, i],
+            attended,
+            cotangent,
+            kv_cotangents.pop(i, None),
+            seeds[i],
+            at_once,
+            gradients,
+            f"language_model.layers.{i}",
+            per_layer_gradient,
+        )
+        if donor != i:
+            before = kv_cotangents.get(donor)
+            kv_cotangents[donor] = kv if before is None else tuple(a + b for a, b in zip(before, kv))
+            mx.eval(kv_cotangents[donor])
+        if ple is not None:
+            ple_gradients.append(ple)
+    return cotangent, mx.stack(ple_gradients[::-1], axis=2) if ple_gradients else None
