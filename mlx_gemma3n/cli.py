@@ -3,10 +3,12 @@
     0    done
     1    a bug: the traceback stands on stderr
     2    the user's input is wrong, or the disk does not take what it should
+    3    it does not fit its memory
     130  interrupted
 
 A command is an ordinary `click.command`; its module ends with `run(main)`. It raises `UserError` for what the user can
-put right, and lets everything else pass: only errors that a user can cause and remedy are made into a line.
+put right and `DoesNotFit` for what its memory cannot hold, and lets everything else pass: only errors that a user can
+cause and remedy are made into a line.
 """
 
 import errno
@@ -16,9 +18,9 @@ from typing import NoReturn, Optional, Sequence
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from mlx_gemma3n.config import UserError
+from mlx_gemma3n.config import DoesNotFit, UserError
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, DOES_NOT_FIT, INTERRUPTED = 2, 3, 130
 # What a full, read-only or foreign disk says. Other OSErrors are a bug until the code that meets them names the file.
 _DISK = {
     getattr(errno, name)
@@ -44,6 +46,8 @@ def run(command: click.Command, args: Optional[Sequence[str]] = None) -> NoRetur
         code = command.main(args, standalone_mode=False)
     except UserError as e:
         fail(str(e), USER_ERROR)
+    except DoesNotFit as e:
+        fail(str(e), DOES_NOT_FIT)
     except NoArgsIsHelpError as e:
         e.show()
         sys.exit(USER_ERROR)

@@ -17,6 +17,11 @@ class UserError(Exception):
     """The user's input is wrong. Commands print the message as one line, `error: ...`, and exit with 2."""
 
 
+class DoesNotFit(Exception):
+    """A run or a plan does not fit its memory. The message says what, by how much, and what would fit. Commands print
+    it as one line, `error: ...`, and exit with 3."""
+
+
 def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     names = {f.name for f in fields(cls)}
     return {k: v for k, v in values.items() if k in names and v is not None}

@@ -6,6 +6,7 @@ on a laptop. No mlx and no torch in here.
 
 import difflib
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Optional
@@ -17,6 +18,13 @@ from mlx_gemma3n.config import UserError
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("float32", "bfloat16")
 LONG_AUDIO = ("refuse", "split", "truncate")
+GRADIENT_CHECKPOINTING = ("auto", "on", "off")
+PREFLIGHT = ("on", "off")
+_A_SIZE = "it is a size such as 36GB or 900MB"
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)\s*", re.ASCII | re.IGNORECASE)
+_UNITS = {
+    f"{letter}{i}b": base**power for power, letter in enumerate("kmgt", 1) for i, base in (("", 1000), ("i", 1024))
+}
 
 
 class FieldError(UserError):
@@ -25,6 +33,20 @@ class FieldError(UserError):
     def __init__(self, name: str, value: Any, allowed: str):
         super().__init__(f"{name} is {value!r}; {allowed}")
         self.field = name
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size as a person writes it: a number and KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of
+    1024), in any case, with or without a space between.
+
+    Raises:
+        UserError: it is none, or less than a byte.
+    """
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    size = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+    if not 1 <= size < math.inf:
+        raise UserError(f"{text!r} is no size; {_A_SIZE}")
+    return round(size)
 
 
 @dataclass(frozen=True)
@@ -50,8 +72,13 @@ class TrainConfig:
         lora_dropout: share of an adapter's inputs set to zero while training.
         use_rslora: multiplies by lora_alpha / sqrt(rank) instead.
         target_modules: `language`, `language+audio`, or module names.
-        gradient_checkpointing: computes each layer again in the backward pass instead of keeping its activations: about
-            a third more time, and memory for one layer's activations instead of all layers'.
+        gradient_checkpointing: `on` computes each layer again in the backward pass instead of keeping its activations:
+            about a third more time, and memory for one layer's activations instead of all layers'. `auto` is `off`
+            where that fits `memory_limit`, and `on` where it does not. True and False are `on` and `off`.
+        memory_limit: what the whole process's MLX arrays may take, as `parse_size` reads it; None is the device's
+            recommended working set.
+        preflight: `on` runs the step of the batch that takes the most memory once, on copies, before training; `off`
+            does not. True and False are `on` and `off`.
         seed: of adapter initialisation, order and dropout.
         dtype: of the computation; None is float32 on the CPU and bfloat16 on Metal. Adapters are float32 always.
         steps_per_report: optimizer steps between lines of metrics.jsonl.
@@ -82,7 +109,9 @@ class TrainConfig:
     lora_dropout: float = 0.0
     use_rslora: bool = False
     target_modules: str | tuple[str, ...] = "language"
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: str = "auto"
+    memory_limit: Optional[str] = None
+    preflight: str = "on"
     seed: int = 0
     dtype: Optional[str] = None
     steps_per_report: int = 1
@@ -112,9 +141,11 @@ class TrainConfig:
         self._number("lora_alpha", above=0)
         self._number("lora_dropout", least=0, below=1)
         self._whole("seed", 0)
-        for name in ("use_rslora", "gradient_checkpointing"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise FieldError(name, value, "it is true or false")
+        if not isinstance(self.use_rslora, bool):
+            raise FieldError("use_rslora", self.use_rslora, "it is true or false")
+        self._switch("gradient_checkpointing", GRADIENT_CHECKPOINTING)
+        self._size("memory_limit")
+        self._switch("preflight", PREFLIGHT)
         self._targets()
         if self.dtype is not None:
             self._choice("dtype", DTYPES)
@@ -134,6 +165,20 @@ class TrainConfig:
         value = getattr(self, name)
         if value not in choices:
             raise FieldError(name, value, f"it is one of {', '.join(choices)}")
+
+    def _switch(self, name: str, choices: tuple[str, ...]) -> None:
+        # YAML 1.1 reads `on` and `off`, without quotes, as true and false.
+        if isinstance(value := getattr(self, name), bool):
+            self._set(name, "on" if value else "off")
+        self._choice(name, choices)
+
+    def _size(self, name: str) -> None:
+        if (value := getattr(self, name)) is None:
+            return
+        try:
+            parse_size(value)
+        except UserError:
+            raise FieldError(name, value, _A_SIZE) from None
 
     def _number(
         self,
@@ -174,6 +219,11 @@ class TrainConfig:
         if not isinstance(names, tuple) or not names or not all(isinstance(n, str) and n.strip() for n in names):
             raise FieldError("target_modules", self.target_modules, "it is language, language+audio, or module names")
         self._set("target_modules", value)
+
+    @property
+    def memory_limit_bytes(self) -> Optional[int]:
+        """`memory_limit` in bytes; None where the device's own limit holds."""
+        return None if self.memory_limit is None else parse_size(self.memory_limit)
 
     def total_steps(self, batches_per_epoch: int) -> int:
         """Optimizer steps of the run. The last step of an epoch takes the batches that are left, however few."""

@@ -14,7 +14,7 @@ SCRIPT = """
 import errno, time
 import click
 from mlx_gemma3n.cli import run
-from mlx_gemma3n.config import UserError
+from mlx_gemma3n.config import DoesNotFit, UserError
 
 @click.command()
 @click.option("--way", required=True)
@@ -25,6 +25,8 @@ def main(context, way, count):
         click.echo("done")
     elif way == "user":
         raise UserError("data.jsonl:12: not JSON;\\nmend the line")
+    elif way == "large":
+        raise DoesNotFit("the step needs 41.2 GB, 5.2 GB over the limit of 36 GB;\\n--batch-size 2 would fit")
     elif way == "full":
         raise OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors")
     elif way == "closed":
@@ -100,6 +102,11 @@ def test_a_bug_is_1_with_its_traceback(script, way, words):
     code, _, err = result(script, "--way", way)
     assert code == 1
     assert "Traceback" in err and words in err
+
+
+def test_what_does_not_fit_is_one_line_and_3(script):
+    line = "error: the step needs 41.2 GB, 5.2 GB over the limit of 36 GB; --batch-size 2 would fit\n"
+    assert result(script, "--way", "large") == (3, "", line)
 
 
 def test_a_command_may_choose_its_code(script):

@@ -26,7 +26,7 @@ SETTINGS = dict(
     gradient_accumulation_steps=1,
     rank=16,
     lora_alpha=32.0,
-    gradient_checkpointing=False,
+    gradient_checkpointing="off",
 )
 
 
