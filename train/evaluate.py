@@ -57,7 +57,6 @@ def evaluate(
         batch = collate([examples[i] for i in order[first : first + batch_size]], pad_token_id)
         positions, targets = supervised_positions(batch.labels)
         hidden = hidden_states(model, batch, audio_embeds, pieces)
-        hidden = hidden.reshape(-1, hidden.shape[-1])[mx.array(positions)]
         loss, choice = loss_and_choice(model, hidden, mx.array(targets), pieces.logits)
         wrong = positions[choice != targets] // batch.input_ids.shape[1]
         right += len(batch.examples) - len(set(wrong.tolist()))

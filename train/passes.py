@@ -35,7 +35,7 @@ class Kept:
     """What the forward pass keeps for the backward pass.
 
     Attributes:
-        streams: the input of each layer, and the last one's output.
+        streams: the input of each layer.
         kv: keys and values of the layers that others share, by layer.
     """
 
@@ -97,10 +97,95 @@ def vjp(
 
 def add(gradients: Gradients, path: str, new: Gradients) -> list[mx.array]:
     """Adds `new`, of the module at `path`, to `gradients`; returns the sums, not evaluated."""
+    sums = []
     for name, value in new.items():
-        full = f"{path}.{name}"
+        full = f"{path}.{name}" if path else name
         gradients[full] = gradients[full] + value if full in gradients else value
-    return [gradients[f"{path}.{name}"] for name in new]
+        sums.append(gradients[full])
+    return sums
+
+
+# What the streams and the per-layer inputs are made with, and what the streams are merged with.
+START = ("altup_projections.", "per_layer_model_projection.")
+END = ("altup_unembed_projections.",)
+
+
+def start_parameters(model: Gemma3n) -> dict[str, mx.array]:
+    return trainable(model.language_model, lambda name: name.startswith(START))
+
+
+def start_forward(model: Gemma3n, input_ids: mx.array, embeds: mx.array, at_once: int) -> tuple[mx.array, mx.array]:
+    """The streams before the first layer, `[altup_inputs, batch, tokens, hidden]`, and the per-layer inputs
+    `[batch, tokens, layers, hidden_size_per_layer_input]`, from embeddings `[batch, tokens, hidden]`; evaluated."""
+    text, config, (batch, tokens, hidden) = model.language_model, model.config.text_config, embeds.shape
+    streams = mx.zeros((config.altup_num_inputs, batch, tokens, hidden), embeds.dtype)
+    shape = (batch, tokens, config.num_hidden_layers, config.hidden_size_per_layer_input)
+    per_layer_inputs = mx.zeros(shape, embeds.dtype)
+    for part in parts(tokens, batch, at_once):
+        piece = text.streams(embeds[:, part])
+        mx.eval(piece)
+        streams[:, :, part] = piece
+        mx.eval(streams)
+        piece = text.per_layer_inputs(input_ids[:, part], embeds[:, part])
+        mx.eval(piece)
+        per_layer_inputs[:, part] = piece
+        mx.eval(per_layer_inputs)
+    return streams, per_layer_inputs
+
+
+def start_backward(
+    model: Gemma3n,
+    input_ids: mx.array,
+    embeds: mx.array,
+    cotangent: mx.array,
+    per_layer_cotangent: mx.array,
+    at_once: int,
+    gradients: Gradients,
+) -> mx.array:
+    """The gradient of `embeds` from those of what `start_forward` gives; adds the parameters' to `gradients`."""
+    text, (batch, tokens, _) = model.language_model, embeds.shape
+    result = mx.zeros_like(embeds)
+    for part in parts(tokens, batch, at_once):
+        run = lambda x: [text.streams(x), text.per_layer_inputs(input_ids[:, part], x)]
+        slopes = [cotangent[:, :, part], per_layer_cotangent[:, part]]
+        found, (piece,) = vjp(text, start_parameters(model), run, [embeds[:, part]], slopes)
+        mx.eval(piece, add(gradients, "language_model", found))
+        result[:, part] = piece
+        mx.eval(result)
+    return result
+
+
+def supervised_rows(streams: mx.array, positions: mx.array) -> mx.array:
+    """Copies streams `[altup_inputs, batch, tokens, hidden]` out at flat positions `[supervised]` of their tokens:
+    `[altup_inputs, supervised, hidden]`, evaluated."""
+    rows = streams.reshape(streams.shape[0], -1, streams.shape[-1])[:, positions]
+    mx.eval(rows)
+    return rows
+
+
+def end_forward(model: Gemma3n, rows: mx.array, at_once: int) -> mx.array:
+    """Rows of streams to `[supervised, hidden]` after the final norm, evaluated."""
+    hidden = mx.zeros(rows.shape[1:], rows.dtype)
+    for part in parts(rows.shape[1], 1, at_once):
+        piece = model.language_model.merge(rows[:, part])
+        mx.eval(piece)
+        hidden[part] = piece
+        mx.eval(hidden)
+    return hidden
+
+
+def end_backward(model: Gemma3n, rows: mx.array, cotangent: mx.array, at_once: int, gradients: Gradients) -> mx.array:
+    """The gradient of `rows`, in their memory, from that of what `end_forward` gives."""
+    text = model.language_model
+    parameters = trainable(text, lambda name: name.startswith(END))
+    for part in parts(rows.shape[1], 1, at_once):
+        inputs = [rows[:, part]]
+        found, (piece,) = vjp(text, parameters, lambda x: [text.merge(x)], inputs, [cotangent[part]])
+        mx.eval(piece, add(gradients, "language_model", found))
+        rows[:, part] = piece
+        del inputs, found, piece
+        mx.eval(rows)
+    return rows
 
 
 class Attended:
@@ -283,7 +368,6 @@ def text_forward(
             kv[i] = attended.kv
         streams = layer_forward(layer, streams, per_layer_inputs[:, :, i], attended, seeds[i][1], at_once)
     if kept is not None:
-        kept.streams.append(streams)
         kept.kv = kv
     return streams
 
@@ -301,7 +385,7 @@ def text_backward(
 ) -> tuple[mx.array, Optional[mx.array]]:
     """Goes back through the layers; arguments as in `text_forward` and `layer_backward`.
 
-    `kept.streams`, without the last layer's output, is emptied on the way.
+    `kept.streams` is emptied on the way.
 
     Returns:
         The gradients of the streams before the first layer, and of `per_layer_inputs` or None; evaluated.

@@ -16,7 +16,22 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_gemma3n.model import Gemma3n
 from train.batching import Batch
 from train.loss import loss_and_hidden_gradient, summed_loss, supervised_positions
-from train.passes import Gradients, Kept, own_randomness, text_backward, text_forward, trainable, vjp
+from train.passes import (
+    Gradients,
+    Kept,
+    add,
+    end_backward,
+    end_forward,
+    own_randomness,
+    start_backward,
+    start_forward,
+    start_parameters,
+    supervised_rows,
+    text_backward,
+    text_forward,
+    trainable,
+    vjp,
+)
 from train.trained_audio import TrainedAudio
 
 # Gives the soft tokens `[clips, audio_soft_tokens_per_image, hidden]` of a batch's clips in order, or None.
@@ -38,22 +53,19 @@ class Pieces:
     logits: int = 32
 
 
-def start(model: Gemma3n, input_ids: mx.array, audio_embeds: Optional[mx.array]) -> list[mx.array]:
-    """What comes before the first layer: the streams and the per-layer inputs."""
-    embeds, text = model.embed(input_ids, audio_embeds), model.language_model
-    return [text.streams(embeds), text.per_layer_inputs(input_ids, embeds)]
-
-
 def hidden_states(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces) -> mx.array:
-    """`[batch, tokens, hidden]` after the final norm, evaluated piece by piece, nothing kept."""
+    """`[supervised, hidden]` after the final norm where the next token is supervised, evaluated piece by piece, nothing
+    kept."""
     with own_randomness():
         soft = audio.forward(model, batch, 0) if isinstance(audio, TrainedAudio) else audio(model, batch)
-        streams, per_layer_inputs = start(model, mx.array(batch.input_ids), soft)
-        mx.eval(streams, per_layer_inputs)
+        embeds = model.embed(mx.array(batch.input_ids), soft)
+        mx.eval(embeds)
+        streams, per_layer_inputs = start_forward(model, mx.array(batch.input_ids), embeds, pieces.tokens)
+        del embeds, soft
         streams = text_forward(model, streams, per_layer_inputs, mx.array(batch.attention_mask), pieces.tokens, 0)
-    hidden = model.language_model.merge(streams)
-    mx.eval(hidden)
-    return hidden
+        rows = supervised_rows(streams, mx.array(supervised_positions(batch.labels)[0]))
+        del streams, per_layer_inputs
+        return end_forward(model, rows, pieces.tokens)
 
 
 def loss_and_gradients(
@@ -82,58 +94,44 @@ def _recomputing(
 ) -> float:
     input_ids, attention_mask = mx.array(batch.input_ids), mx.array(batch.attention_mask)
     positions, targets = (mx.array(x) for x in supervised_positions(batch.labels))
-    text, live = model.language_model, isinstance(audio, TrainedAudio)
+    live = isinstance(audio, TrainedAudio)
     soft = audio.forward(model, batch, seed) if live else audio(model, batch)
 
-    streams, per_layer_inputs = start(model, input_ids, soft)
-    mx.eval(streams, per_layer_inputs)
+    embeds = model.embed(input_ids, soft)
+    mx.eval(embeds)
+    streams, per_layer_inputs = start_forward(model, input_ids, embeds, pieces.tokens)
     kept = Kept()
-    text_forward(model, streams, per_layer_inputs, attention_mask, pieces.tokens, seed, kept)
+    streams = text_forward(model, streams, per_layer_inputs, attention_mask, pieces.tokens, seed, kept)
+    shape, rows = streams.shape, supervised_rows(streams, positions)
     del streams
-    last = kept.streams.pop()
-    hidden = text.merge(last)
-    shape = hidden.shape
-    hidden = hidden.reshape(-1, shape[-1])[positions]
-    mx.eval(hidden)
+    hidden = end_forward(model, rows, pieces.tokens)
     loss, slope = loss_and_hidden_gradient(model, hidden, targets, pieces.logits)
     del hidden
 
-    outside = {n: v for n, v in trainable(model).items() if ".layers." not in n and not n.startswith("audio_tower.")}
-    end = {n: v for n, v in outside.items() if ".altup_unembed_projections." in n}
-    found, (cotangent,) = vjp(
-        model,
-        end,
-        lambda streams: [text.merge(streams).reshape(-1, shape[-1])[positions]],
-        [last],
-        [slope],
-    )
-    del last
-    # A copy of its own: the backward pass writes into it.
-    mx.eval(cotangent, _add(gradients, found))
-    begin = {n: v for n, v in outside.items() if n not in end}
-    needed = bool(begin) or (live and soft is not None)
+    rows = end_backward(model, rows, slope, pieces.tokens, gradients)
+    cotangent = mx.zeros((shape[0], shape[1] * shape[2], shape[3]), rows.dtype)
+    cotangent[:, positions] = rows
+    cotangent = cotangent.reshape(shape)
+    mx.eval(cotangent)
+    del slope, rows
+    embedders = trainable(model, lambda name: name.startswith(("embed_audio.", "embed_vision.")))
+    inputs = [soft] if live and soft is not None else []
+    wanted = bool(start_parameters(model) or embedders or inputs)
     cotangent, per_layer = text_backward(
-        model, kept, per_layer_inputs, attention_mask, pieces.tokens, seed, cotangent, gradients, needed
+        model, kept, per_layer_inputs, attention_mask, pieces.tokens, seed, cotangent, gradients, wanted
     )
-    if needed:
-        run = lambda *soft: start(model, input_ids, *(soft or [None]))
-        inputs = [] if soft is None else [soft]
-        found, slopes = vjp(model, begin, run, inputs, [cotangent, per_layer])
-        mx.eval(slopes, _add(gradients, found))
-        if live and slopes:
+    if wanted:
+        slope = start_backward(model, input_ids, embeds, cotangent, per_layer, pieces.tokens, gradients)
+        run = lambda *given: [model.embed(input_ids, *(given or [soft]))]
+        found, slopes = vjp(model, embedders, run, inputs, [slope])
+        mx.eval(slopes, add(gradients, "", found))
+        if inputs:
             audio.backward(model, batch, seed, slopes[0], gradients)
     return loss.item()
 
 
-def _add(gradients: Gradients, new: Gradients) -> list[mx.array]:
-    """Adds gradients that go by full paths."""
-    for path, value in new.items():
-        gradients[path] = gradients[path] + value if path in gradients else value
-    return [gradients[path] for path in new]
-
-
 def _keeping(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces, gradients: Gradients) -> float:
-    """MLX's own gradient of the whole, evaluated from the last layer down to the first."""
+    """MLX's own gradient of the whole, nothing computed twice; evaluated from the last layer down to the first."""
     input_ids, attention_mask = mx.array(batch.input_ids), mx.array(batch.attention_mask)
     positions, targets = (mx.array(x) for x in supervised_positions(batch.labels))
     parameters = trainable(model)
@@ -146,7 +144,7 @@ def _keeping(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces, g
     value, found = mx.value_and_grad(loss)(parameters)
     model.update(tree_unflatten(list(parameters.items())))
     mx.eval(value)
-    waiting = _add(gradients, found)
+    waiting = add(gradients, "", found)
     paths = list(found)
     del found, waiting
     for i in reversed(range(len(model.layers))):
