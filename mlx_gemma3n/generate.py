@@ -100,17 +100,17 @@ def generate(
         audio_embeds = model.encode_audio(mx.array(input_features), mx.array(mask))
     cache = model.make_cache()
     token = choose(prefill(model, input_ids, audio_embeds, cache, prefill_size))
-    mx.async_eval(token)
     for count in range(1, max_tokens + 1):
-        following = None
-        if count < max_tokens:
-            # The next step is under way while the caller has this token.
-            following = choose(model.hidden_states(token[:, None], cache=cache))
-            mx.async_eval(following)
-        yield (chosen := token.item())
-        if chosen in stops:
+        # The per-layer table is read by the token's value, so the next step cannot be built before it is there.
+        chosen = token.item()
+        last = count == max_tokens or chosen in stops
+        if not last:
+            # Under way while the caller has this token.
+            token = choose(model.hidden_states(mx.array([[chosen]]), cache=cache))
+            mx.async_eval(token)
+        yield chosen
+        if last:
             return
-        token = following
 
 
 def stream_text(processor: Processor, ids: Iterable[int]) -> Iterator[str]:

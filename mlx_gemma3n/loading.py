@@ -1,7 +1,7 @@
 """Checkpoint folders and Hub ids into models: Hugging Face's own files, ours, and those of mlx-lm and mlx-vlm.
 
 Tensors are read lazily and a folder is checked against the model before anything is computed: what is missing,
-unexpected or wrongly shaped is named.
+unexpected or wrongly shaped is named. The per-layer table is never read whole: it stays in its file (`mapped.py`).
 """
 
 import json
@@ -11,15 +11,18 @@ from typing import Any, Iterator, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gemma3n import lora
 from mlx_gemma3n.config import Config, UserError
+from mlx_gemma3n.files import stored_tensors
+from mlx_gemma3n.mapped import MappedEmbedding
 from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.names import VISION_TOWER, is_dead, to_mlx, transposition
 from mlx_gemma3n.processor import Processor
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PER_LAYER_TABLE = "language_model.embed_tokens_per_layer."
 
 
 def default_dtype() -> mx.Dtype:
@@ -102,19 +105,37 @@ def _quantize(model: Gemma3n, quantization: dict[str, Any], tensors: dict[str, m
     nn.quantize(model, class_predicate=choose)
 
 
-def _differences(expected: dict[str, tuple], found: dict[str, tuple]) -> list[str]:
+def _check(folder: Path, owner: str, expected: dict[str, mx.array], found: dict[str, mx.array]) -> None:
+    """Refuses the weights `found` in a folder unless `owner` expects just those."""
     wrong = [f"{n} is missing" for n in expected.keys() - found.keys()]
     wrong += [f"{n} is unexpected" for n in found.keys() - expected.keys()]
     wrong += [
-        f"{n} is {list(found[n])}, the config says {list(expected[n])}"
+        f"{n} is {list(found[n].shape)}, {owner} asks for {list(expected[n].shape)}"
         for n in expected.keys() & found.keys()
-        if expected[n] != found[n]
+        if expected[n].shape != found[n].shape
     ]
-    return sorted(wrong)
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(f"{folder}: the weights do not fit {owner}: {'; '.join(sorted(wrong)[:5])}{more}")
+
+
+def _mapped(folder: Path, table: nn.Embedding | nn.QuantizedEmbedding, dtype: mx.Dtype) -> MappedEmbedding:
+    """What stands for `table` in the model: the same one, in the folder's files."""
+    stored = {}
+    for file in weight_files(folder):
+        for tensor in stored_tensors(file):
+            name = to_mlx(tensor.name) or ""
+            if name.startswith(PER_LAYER_TABLE):
+                stored[name.removeprefix(PER_LAYER_TABLE)] = tensor
+    if isinstance(table, nn.QuantizedEmbedding):
+        return MappedEmbedding(**stored, dtype=dtype, group_size=table.group_size, bits=table.bits, mode=table.mode)
+    return MappedEmbedding(**stored, dtype=dtype)
 
 
 def load_model(folder: str | Path, dtype: Optional[mx.Dtype] = None) -> Gemma3n:
     """The model in a checkpoint folder, in inference mode, its weights not yet read from disk.
+
+    The per-layer table is a `MappedEmbedding` and no part of the model's parameters.
 
     Args:
         dtype: of all floating-point weights; None for `default_dtype()`.
@@ -128,14 +149,50 @@ def load_model(folder: str | Path, dtype: Optional[mx.Dtype] = None) -> Gemma3n:
     model = Gemma3n(config)
     if config.quantization:
         _quantize(model, config.quantization, tensors)
-    expected = {name: tuple(value.shape) for name, value in tree_flatten(model.parameters())}
-    if wrong := _differences(expected, {name: tuple(value.shape) for name, value in tensors.items()}):
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UserError(f"{folder}: the weights do not fit config.json: {'; '.join(wrong[:5])}{more}")
+    _check(folder, "config.json", dict(tree_flatten(model.parameters())), tensors)
     dtype = dtype or default_dtype()
+    text = model.language_model
+    text.embed_tokens_per_layer = _mapped(folder, text.embed_tokens_per_layer, dtype)
     floating = (mx.float16, mx.bfloat16, mx.float32)
-    model.load_weights([(n, t.astype(dtype) if t.dtype in floating else t) for n, t in tensors.items()])
+    model.load_weights(
+        [
+            (name, tensor.astype(dtype) if tensor.dtype in floating else tensor)
+            for name, tensor in tensors.items()
+            if not name.startswith(PER_LAYER_TABLE)
+        ]
+    )
     return model.eval()
+
+
+def release(model: Gemma3n, folder: str | Path, part: str = "audio_tower") -> None:
+    """Gives back the memory of a part that is not needed for now; its next use reads the weights from disk again.
+
+    They are then as they were when loaded, in the dtypes they have in `model`. Adapters stay, on the part too.
+
+    Args:
+        folder: that `model` was loaded from.
+        part: a module of `model`.
+
+    Raises:
+        UserError: the folder's files are unreadable or hold other weights than those of `model`.
+        ValueError: the model has no such part.
+    """
+    if part not in model:
+        raise ValueError(f"the model has no {part}")
+    folder = Path(folder)
+    weights = tree_flatten({part: model[part].parameters()})
+    held = {name: weight for name, weight in weights if not name.endswith((".lora_a", ".lora_b"))}
+    # By the name in the folder, that in the model: an adapter keeps the map that it is on as its `linear`.
+    names = {name.replace(".linear.", "."): name for name in held}
+    tensors = {
+        name: tensor
+        for name, tensor in read_tensors(folder, model.config)
+        if name.startswith(f"{part}.") and not name.startswith(PER_LAYER_TABLE)
+    }
+    _check(folder, "the model", {stored: held[name] for stored, name in names.items()}, tensors)
+    model.update(tree_unflatten([(names[n], tensor.astype(held[names[n]].dtype)) for n, tensor in tensors.items()]))
+    del weights, held
+    mx.clear_cache()
 
 
 def load(

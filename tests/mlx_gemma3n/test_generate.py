@@ -132,6 +132,19 @@ def test_sampling(small):
     assert sample(temperature=1.0, top_k=VOCABULARY, seed=3) == sample(temperature=1.0, seed=3)
 
 
+def test_nothing_is_drawn_after_the_end(small):
+    """Sampling goes on from where the last token left it, whatever ended the answer before."""
+    model, prompt = small
+
+    def draw(**options) -> tuple[list[int], float]:
+        mx.random.seed(1)
+        return list(generate(model, **prompt, temperature=1.0, **options)), mx.random.uniform().item()
+
+    whole, after = draw(max_tokens=6)
+    assert whole[-1] not in whole[:-1]
+    assert draw(max_tokens=20, eos_token_ids=whole[-1:]) == (whole, after)
+
+
 def test_samples_follow_the_probabilities_of_the_model(small):
     model, prompt = small
     ids = prompt["input_ids"][:9]
