@@ -12,7 +12,6 @@ Follows transformers' `Gemma3nTextModel`. Three things differ from the other MLX
 """
 
 import math
-from functools import partial
 from statistics import NormalDist
 from typing import Optional
 
@@ -190,24 +189,9 @@ def gaussian_topk(x: mx.array, sparsity: float) -> mx.array:
     return nn.relu(x - cutoff)
 
 
-@mx.custom_function
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """`gelu(gate) * up`, GELU in its tanh form. Its backward pass keeps the two inputs and nothing between."""
+    """`gelu(gate) * up`, GELU in its tanh form."""
     return nn.gelu_approx(gate) * up
-
-
-@geglu.vjp
-def _geglu_vjp(primals, cotangent, _):
-    return _geglu_gradients(*primals, cotangent)
-
-
-@partial(mx.compile, shapeless=True)
-def _geglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
-    scale, cubic = math.sqrt(2 / math.pi), 0.044715
-    square = gate * gate
-    tanh = mx.tanh(scale * gate * (1 + cubic * square))
-    slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * scale * (1 + 3 * cubic * square)
-    return cotangent * up * slope, cotangent * (0.5 * gate * (1 + tanh))
 
 
 class MLP(nn.Module):

@@ -125,12 +125,23 @@ def start_forward(model: Gemma3n, input_ids: mx.array, embeds: mx.array, at_once
         piece = text.streams(embeds[:, part])
         mx.eval(piece)
         streams[:, :, part] = piece
+        del piece
         mx.eval(streams)
         piece = text.per_layer_inputs(input_ids[:, part], embeds[:, part])
         mx.eval(piece)
         per_layer_inputs[:, part] = piece
+        del piece
         mx.eval(per_layer_inputs)
     return streams, per_layer_inputs
+
+
+def start_gradients(
+    model: Gemma3n, input_ids: mx.array, embeds: mx.array, cotangent: mx.array, per_layer_cotangent: mx.array
+) -> tuple[Gradients, list[mx.array]]:
+    """Of what `start_forward` makes of a few tokens: the gradients of the text model's parameters, and of `embeds`."""
+    text = model.language_model
+    run = lambda x: [text.streams(x), text.per_layer_inputs(input_ids, x)]
+    return vjp(text, start_parameters(model), run, [embeds], [cotangent, per_layer_cotangent])
 
 
 def start_backward(
@@ -143,14 +154,14 @@ def start_backward(
     gradients: Gradients,
 ) -> mx.array:
     """The gradient of `embeds` from those of what `start_forward` gives; adds the parameters' to `gradients`."""
-    text, (batch, tokens, _) = model.language_model, embeds.shape
+    batch, tokens, _ = embeds.shape
     result = mx.zeros_like(embeds)
     for part in parts(tokens, batch, at_once):
-        run = lambda x: [text.streams(x), text.per_layer_inputs(input_ids[:, part], x)]
-        slopes = [cotangent[:, :, part], per_layer_cotangent[:, part]]
-        found, (piece,) = vjp(text, start_parameters(model), run, [embeds[:, part]], slopes)
+        slopes = cotangent[:, :, part], per_layer_cotangent[:, part]
+        found, (piece,) = start_gradients(model, input_ids[:, part], embeds[:, part], *slopes)
         mx.eval(piece, add(gradients, "language_model", found))
         result[:, part] = piece
+        del slopes, found, piece
         mx.eval(result)
     return result
 
@@ -170,22 +181,77 @@ def end_forward(model: Gemma3n, rows: mx.array, at_once: int) -> mx.array:
         piece = model.language_model.merge(rows[:, part])
         mx.eval(piece)
         hidden[part] = piece
+        del piece
         mx.eval(hidden)
     return hidden
 
 
-def end_backward(model: Gemma3n, rows: mx.array, cotangent: mx.array, at_once: int, gradients: Gradients) -> mx.array:
-    """The gradient of `rows`, in their memory, from that of what `end_forward` gives."""
+def end_gradients(model: Gemma3n, rows: mx.array, cotangent: mx.array) -> tuple[Gradients, list[mx.array]]:
+    """Of merging the streams of a few rows: the gradients of the text model's parameters, and of the rows."""
     text = model.language_model
     parameters = trainable(text, lambda name: name.startswith(END))
+    return vjp(text, parameters, lambda x: [text.merge(x)], [rows], [cotangent])
+
+
+def end_backward(model: Gemma3n, rows: mx.array, cotangent: mx.array, at_once: int, gradients: Gradients) -> mx.array:
+    """The gradient of `rows`, in their memory, from that of what `end_forward` gives."""
     for part in parts(rows.shape[1], 1, at_once):
         inputs = [rows[:, part]]
-        found, (piece,) = vjp(text, parameters, lambda x: [text.merge(x)], inputs, [cotangent[part]])
+        found, (piece,) = end_gradients(model, *inputs, cotangent[part])
         mx.eval(piece, add(gradients, "language_model", found))
         rows[:, part] = piece
         del inputs, found, piece
         mx.eval(rows)
     return rows
+
+
+def before_piece(layer: DecoderLayer, streams: mx.array, offset: int, seed: int) -> tuple[mx.array, ...]:
+    """Queries and, unless the layer shares another one's, keys and values of a few tokens; `offset` is the first one's
+    position."""
+    mx.random.seed(seed + offset)
+    return layer.before_attention(layer.altup.predict(streams), offset)
+
+
+def after_piece(
+    layer: DecoderLayer, streams: mx.array, attended: mx.array, per_layer_input: mx.array, offset: int, seed: int
+) -> mx.array:
+    """The streams of a few tokens after the layer, from those before it and attention `[batch, heads, tokens,
+    head_dim]`."""
+    mx.random.seed(seed + offset)
+    return layer.after_attention(layer.altup.predict(streams), merge_heads(attended), per_layer_input)
+
+
+def before_gradients(
+    layer: DecoderLayer, streams: mx.array, offset: int, seed: int, cotangents: Sequence[mx.array]
+) -> tuple[Gradients, list[mx.array]]:
+    """Of `before_piece`: the gradients of the layer's parameters, and of the streams."""
+    parameters = trainable(layer, lambda name: name.startswith(BEFORE + BOTH))
+    return vjp(layer, parameters, lambda x: before_piece(layer, x, offset, seed), [streams], cotangents)
+
+
+def after_gradients(
+    layer: DecoderLayer,
+    streams: mx.array,
+    attended: mx.array,
+    per_layer_input: mx.array,
+    offset: int,
+    seed: int,
+    cotangent: mx.array,
+    per_layer_gradient: bool,
+) -> tuple[Gradients, list[mx.array]]:
+    """Of `after_piece`: the gradients of the layer's parameters, and of streams, attention and, where it is wanted,
+    per-layer input."""
+    parameters = trainable(layer, lambda name: not name.startswith(BEFORE))
+    inputs = [streams, attended, *([per_layer_input] if per_layer_gradient else [])]
+    run = lambda x, out, *ple: [after_piece(layer, x, out, *(ple or [per_layer_input]), offset, seed)]
+    return vjp(layer, parameters, run, inputs, [cotangent])
+
+
+def attention_gradients(
+    block: Callable[..., mx.array], queries: mx.array, keys: mx.array, values: mx.array, cotangent: mx.array
+) -> list[mx.array]:
+    """The gradients of queries, keys and values of one block of attention."""
+    return mx.vjp(lambda *qkv: [block(*qkv)], [queries, keys, values], [cotangent])[1]
 
 
 class Attended:
@@ -208,13 +274,13 @@ class Attended:
         _, batch, tokens, _ = streams.shape
         found: list[mx.array] = []
         for part in parts(tokens, batch, at_once):
-            mx.random.seed(seed + part.start)
-            pieces = layer.before_attention(layer.altup.predict(streams[:, :, part]), part.start)
+            pieces = before_piece(layer, streams[:, :, part], part.start, seed)
             mx.eval(pieces)
             found = found or [mx.zeros((*x.shape[:2], tokens, x.shape[3]), x.dtype) for x in pieces]
             for whole, piece in zip(found, pieces):
                 whole[:, :, part] = piece
-        mx.eval(found)
+            del pieces, piece
+            mx.eval(found)
         self.queries, *own = found
         self.kv: KeysValues = shared_kv or tuple(own)
         self.window, self.mask = layer.window, attention_mask
@@ -223,7 +289,8 @@ class Attended:
             block = self._block(q, k)(self.queries[:, :, q], *(x[:, :, k] for x in self.kv))
             mx.eval(block)
             self.out[:, :, q] = block
-        mx.eval(self.out)
+            del block
+            mx.eval(self.out)
 
     def _block(self, q: slice, k: slice) -> Callable[..., mx.array]:
         return lambda *qkv: attend_block(*qkv, q.start - k.start, self.window, self.mask[:, k])
@@ -234,23 +301,13 @@ class Attended:
         queries, keys, values = (mx.zeros_like(x) for x in (self.queries, *self.kv))
         for q, k in query_blocks(tokens, tokens, self.window):
             primals = [self.queries[:, :, q], *(x[:, :, k] for x in self.kv)]
-            block = self._block(q, k)
-            _, (dq, dk, dv) = mx.vjp(lambda *qkv: [block(*qkv)], primals, [cotangent[:, :, q]])
+            dq, dk, dv = attention_gradients(self._block(q, k), *primals, cotangent[:, :, q])
             dk, dv = keys[:, :, k] + dk, values[:, :, k] + dv
             mx.eval(dq, dk, dv)
             queries[:, :, q], keys[:, :, k], values[:, :, k] = dq, dk, dv
+            del primals, dq, dk, dv
             mx.eval(queries, keys, values)
         return queries, keys, values
-
-
-def _after(layer: DecoderLayer, seed: int) -> Callable[[mx.array, mx.array, mx.array], list[mx.array]]:
-    """The part after attention as a function of arrays that draws the same dropout each time."""
-
-    def run(streams: mx.array, attended: mx.array, per_layer_input: mx.array) -> list[mx.array]:
-        mx.random.seed(seed)
-        return [layer.after_attention(layer.altup.predict(streams), merge_heads(attended), per_layer_input)]
-
-    return run
 
 
 def layer_forward(
@@ -259,10 +316,12 @@ def layer_forward(
     """The streams `[altup_inputs, batch, tokens, hidden]` after a layer, evaluated."""
     out = mx.zeros_like(streams)
     for part in parts(streams.shape[2], streams.shape[1], at_once):
-        run = _after(layer, seed + part.start)
-        (piece,) = run(streams[:, :, part], attended.out[:, :, part], per_layer_input[:, part])
+        inputs = streams[:, :, part], attended.out[:, :, part], per_layer_input[:, part]
+        piece = after_piece(layer, *inputs, part.start, seed)
+        del inputs
         mx.eval(piece)
         out[:, :, part] = piece
+        del piece
         mx.eval(out)
     return out
 
@@ -293,42 +352,33 @@ def layer_backward(
         input or None; evaluated.
     """
     _, batch, tokens, _ = streams.shape
-    parameters = trainable(layer, lambda name: not name.startswith(BEFORE))
     out_cotangent, ple_gradient = mx.zeros_like(attended.out), None
     if per_layer_gradient:
         ple_gradient = mx.zeros(per_layer_input.shape, per_layer_input.dtype)
     for part in parts(tokens, batch, at_once):
-        run = _after(layer, seeds[1] + part.start)
-        per_layer = per_layer_input[:, part]
-        inputs = [streams[:, :, part], attended.out[:, :, part]]
-        function = run if per_layer_gradient else lambda streams, out: run(streams, out, per_layer)
-        found, products = vjp(
-            layer, parameters, function, [*inputs, per_layer][: 2 + per_layer_gradient], [cotangent[:, :, part]]
+        inputs = streams[:, :, part], attended.out[:, :, part], per_layer_input[:, part]
+        found, products = after_gradients(
+            layer, *inputs, part.start, seeds[1], cotangent[:, :, part], per_layer_gradient
         )
         mx.eval(products, add(gradients, path, found))
         cotangent[:, :, part], out_cotangent[:, :, part] = products[:2]
         if ple_gradient is not None:
             ple_gradient[:, part] = products[2]
         del inputs, found, products
-        mx.eval(cotangent, out_cotangent)
+        mx.eval(cotangent, out_cotangent, ple_gradient)
     queries, *kv = attended.backward(out_cotangent)
     del out_cotangent
     if kv_cotangent is not None:
         kv = [mine + theirs for mine, theirs in zip(kv, kv_cotangent)]
         mx.eval(kv)
     own = [queries] if layer.self_attn.is_kv_shared else [queries, *kv]
-    parameters = trainable(layer, lambda name: name.startswith(BEFORE + BOTH))
     for part in parts(tokens, batch, at_once):
-
-        def before(streams: mx.array) -> Sequence[mx.array]:
-            mx.random.seed(seeds[0] + part.start)
-            return layer.before_attention(layer.altup.predict(streams), part.start)
-
-        found, (product,) = vjp(layer, parameters, before, [streams[:, :, part]], [x[:, :, part] for x in own])
+        slopes = [x[:, :, part] for x in own]
+        found, (product,) = before_gradients(layer, streams[:, :, part], part.start, seeds[0], slopes)
         product = cotangent[:, :, part] + product
         mx.eval(product, add(gradients, path, found))
         cotangent[:, :, part] = product
-        del found, product
+        del slopes, found, product
         mx.eval(cotangent)
     return cotangent, tuple(kv), ple_gradient
 
@@ -417,4 +467,6 @@ def text_backward(
             mx.eval(kv_cotangents[donor])
         if ple is not None:
             ple_gradients.append(ple)
+        # Before the next layer's are there.
+        del streams, shared_kv, attended, kv, ple
     return cotangent, mx.stack(ple_gradients[::-1], axis=2) if ple_gradients else None

@@ -100,6 +100,12 @@ def _recomputing(
     embeds = model.embed(input_ids, soft)
     mx.eval(embeds)
     streams, per_layer_inputs = start_forward(model, input_ids, embeds, pieces.tokens)
+    embedders = trainable(model, lambda name: name.startswith(("embed_audio.", "embed_vision.")))
+    inputs = [soft] if live and soft is not None else []
+    # Whether the backward pass goes on before the first layer.
+    further = bool(start_parameters(model) or embedders or inputs)
+    if not further:
+        del embeds, soft
     kept = Kept()
     streams = text_forward(model, streams, per_layer_inputs, attention_mask, pieces.tokens, seed, kept)
     shape, rows = streams.shape, supervised_rows(streams, positions)
@@ -114,13 +120,10 @@ def _recomputing(
     cotangent = cotangent.reshape(shape)
     mx.eval(cotangent)
     del slope, rows
-    embedders = trainable(model, lambda name: name.startswith(("embed_audio.", "embed_vision.")))
-    inputs = [soft] if live and soft is not None else []
-    wanted = bool(start_parameters(model) or embedders or inputs)
     cotangent, per_layer = text_backward(
-        model, kept, per_layer_inputs, attention_mask, pieces.tokens, seed, cotangent, gradients, wanted
+        model, kept, per_layer_inputs, attention_mask, pieces.tokens, seed, cotangent, gradients, further
     )
-    if wanted:
+    if further:
         slope = start_backward(model, input_ids, embeds, cotangent, per_layer, pieces.tokens, gradients)
         run = lambda *given: [model.embed(input_ids, *(given or [soft]))]
         found, slopes = vjp(model, embedders, run, inputs, [slope])
