@@ -132,7 +132,7 @@ def _copied(name: str, inputs: list[_Array]) -> int:
     return size
 
 
-class _Memory:
+class _Allocator:
     """What is allocated as operations are dispatched."""
 
     def __init__(self) -> None:
@@ -161,14 +161,27 @@ class _Memory:
             heapq.heappush(self.returning, (self.time + AHEAD, size))
 
 
-def peak(function: Callable[..., Any], *inputs: mx.array) -> int:
-    """The most bytes that evaluating `function` of arrays of these shapes allocates at once, its outputs included and
-    its inputs not.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that an evaluation allocates, its outputs included and its inputs not.
+
+    Attributes:
+        peak: the most at once.
+        kept: what is left once the first outputs are there, for the others to be computed from.
+    """
+
+    peak: int
+    kept: int
+
+
+def trace(function: Callable[..., Any], *inputs: mx.array, first: int = 0) -> Memory:
+    """The memory of evaluating `function` of arrays of these shapes.
 
     Args:
         function: of arrays, gives arrays. What it reads otherwise is a constant, which must be evaluated or else counts
             as part of the graph.
         inputs: their shapes and types count; they are not evaluated.
+        first: how many outputs are the first ones that `Memory.kept` speaks of.
     """
     events: list[dict[str, Any]] = []
     mx.export_function(events.append, function, *inputs)
@@ -178,14 +191,16 @@ def peak(function: Callable[..., Any], *inputs: mx.array) -> int:
         for name, *_ in event["inputs"]:
             waiting[name] = waiting.get(name, 0) + 1
     arrays: dict[str, _Array] = {}
-    memory = _Memory()
+    memory = _Allocator()
 
     def add(name: str, shape: Sequence[int], itemsize: int, strides: tuple[int, ...], buffer: _Buffer) -> None:
         buffer.arrays += 1
         arrays[name] = _Array(tuple(shape), itemsize, strides, buffer)
 
+    missing: set[str] = set()
     for event in events:
         if event["type"] == "outputs":
+            missing = {name for name, *_ in event["outputs"][:first]}
             for name, *_ in event["outputs"]:
                 waiting[name] = waiting.get(name, 0) + 1
         given = {"inputs": event.get("inputs", []), "constants": event.get("constants", [])}.get(event["type"], [])
@@ -193,6 +208,7 @@ def peak(function: Callable[..., Any], *inputs: mx.array) -> int:
             shape, dtype = (value, kind[0]) if kind else (value.shape, value.dtype)
             add(name, shape, dtype.size, _row_strides(shape), _Buffer(0, given=True))
 
+    kept = 0
     for event in operations:
         memory.advance()
         kind, names = event["name"], [name for name, *_ in event["inputs"]]
@@ -217,11 +233,15 @@ def peak(function: Callable[..., Any], *inputs: mx.array) -> int:
         for name, *_ in event["outputs"]:
             if not waiting.get(name):
                 memory.drop(arrays[name])
-    return memory.peak
+        if missing:
+            missing -= {name for name, *_ in event["outputs"]}
+            if not missing:
+                kept = memory.now - sum(size for _, size in memory.returning)
+    return Memory(memory.peak, kept)
 
 
 def _compute(
-    memory: _Memory,
+    memory: _Allocator,
     add: Callable[..., None],
     kind: str,
     name: str,
