@@ -59,6 +59,11 @@ def layer_seeds(seed: int, layers: int) -> list[list[int]]:
     return mx.random.randint(0, 2**30, (layers, 2), key=mx.random.key(seed)).tolist()
 
 
+def end_seeds(seed: int) -> list[int]:
+    """The seeds of the dropout in the embedding, and where the streams start and end; a piece adds its first index."""
+    return mx.random.randint(0, 2**30, (3,), key=mx.random.key(seed + 2**30)).tolist()
+
+
 def parts(tokens: int, batch: int, at_once: int) -> Iterator[slice]:
     """Slices of the token axis, each of about `at_once` tokens over all rows of the batch, at least one of each row."""
     width = max(1, at_once // batch)
@@ -114,7 +119,9 @@ def start_parameters(model: Gemma3n) -> dict[str, mx.array]:
     return trainable(model.language_model, lambda name: name.startswith(START))
 
 
-def start_forward(model: Gemma3n, input_ids: mx.array, embeds: mx.array, at_once: int) -> tuple[mx.array, mx.array]:
+def start_forward(
+    model: Gemma3n, input_ids: mx.array, embeds: mx.array, at_once: int, seed: int
+) -> tuple[mx.array, mx.array]:
     """The streams before the first layer, `[altup_inputs, batch, tokens, hidden]`, and the per-layer inputs
     `[batch, tokens, layers, hidden_size_per_layer_input]`, from embeddings `[batch, tokens, hidden]`; evaluated."""
     text, config, (batch, tokens, hidden) = model.language_model, model.config.text_config, embeds.shape
@@ -122,6 +129,7 @@ def start_forward(model: Gemma3n, input_ids: mx.array, embeds: mx.array, at_once
     shape = (batch, tokens, config.num_hidden_layers, config.hidden_size_per_layer_input)
     per_layer_inputs = mx.zeros(shape, embeds.dtype)
     for part in parts(tokens, batch, at_once):
+        mx.random.seed(seed + part.start)
         piece = text.streams(embeds[:, part])
         mx.eval(piece)
         streams[:, :, part] = piece
@@ -151,6 +159,7 @@ def start_backward(
     cotangent: mx.array,
     per_layer_cotangent: mx.array,
     at_once: int,
+    seed: int,
     gradients: Gradients,
 ) -> mx.array:
     """The gradient of `embeds` from those of what `start_forward` gives; adds the parameters' to `gradients`."""
@@ -158,6 +167,7 @@ def start_backward(
     result = mx.zeros_like(embeds)
     for part in parts(tokens, batch, at_once):
         slopes = cotangent[:, :, part], per_layer_cotangent[:, part]
+        mx.random.seed(seed + part.start)
         found, (piece,) = start_gradients(model, input_ids[:, part], embeds[:, part], *slopes)
         mx.eval(piece, add(gradients, "language_model", found))
         result[:, part] = piece
@@ -174,10 +184,11 @@ def supervised_rows(streams: mx.array, positions: mx.array) -> mx.array:
     return rows
 
 
-def end_forward(model: Gemma3n, rows: mx.array, at_once: int) -> mx.array:
+def end_forward(model: Gemma3n, rows: mx.array, at_once: int, seed: int) -> mx.array:
     """Rows of streams to `[supervised, hidden]` after the final norm, evaluated."""
     hidden = mx.zeros(rows.shape[1:], rows.dtype)
     for part in parts(rows.shape[1], 1, at_once):
+        mx.random.seed(seed + part.start)
         piece = model.language_model.merge(rows[:, part])
         mx.eval(piece)
         hidden[part] = piece
@@ -193,10 +204,13 @@ def end_gradients(model: Gemma3n, rows: mx.array, cotangent: mx.array) -> tuple[
     return vjp(text, parameters, lambda x: [text.merge(x)], [rows], [cotangent])
 
 
-def end_backward(model: Gemma3n, rows: mx.array, cotangent: mx.array, at_once: int, gradients: Gradients) -> mx.array:
+def end_backward(
+    model: Gemma3n, rows: mx.array, cotangent: mx.array, at_once: int, seed: int, gradients: Gradients
+) -> mx.array:
     """The gradient of `rows`, in their memory, from that of what `end_forward` gives."""
     for part in parts(rows.shape[1], 1, at_once):
         inputs = [rows[:, part]]
+        mx.random.seed(seed + part.start)
         found, (piece,) = end_gradients(model, *inputs, cotangent[part])
         mx.eval(piece, add(gradients, "language_model", found))
         rows[:, part] = piece

@@ -22,6 +22,7 @@ from train.passes import (
     add,
     end_backward,
     end_forward,
+    end_seeds,
     own_randomness,
     start_backward,
     start_forward,
@@ -58,14 +59,16 @@ def hidden_states(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Piec
     kept."""
     with own_randomness():
         soft = audio.forward(model, batch, 0) if isinstance(audio, TrainedAudio) else audio(model, batch)
+        at_embed, at_start, at_end = end_seeds(0)
+        mx.random.seed(at_embed)
         embeds = model.embed(mx.array(batch.input_ids), soft)
         mx.eval(embeds)
-        streams, per_layer_inputs = start_forward(model, mx.array(batch.input_ids), embeds, pieces.tokens)
+        streams, per_layer_inputs = start_forward(model, mx.array(batch.input_ids), embeds, pieces.tokens, at_start)
         del embeds, soft
         streams = text_forward(model, streams, per_layer_inputs, mx.array(batch.attention_mask), pieces.tokens, 0)
         rows = supervised_rows(streams, mx.array(supervised_positions(batch.labels)[0]))
         del streams, per_layer_inputs
-        return end_forward(model, rows, pieces.tokens)
+        return end_forward(model, rows, pieces.tokens, at_end)
 
 
 def loss_and_gradients(
@@ -97,9 +100,11 @@ def _recomputing(
     live = isinstance(audio, TrainedAudio)
     soft = audio.forward(model, batch, seed) if live else audio(model, batch)
 
+    at_embed, at_start, at_end = end_seeds(seed)
+    mx.random.seed(at_embed)
     embeds = model.embed(input_ids, soft)
     mx.eval(embeds)
-    streams, per_layer_inputs = start_forward(model, input_ids, embeds, pieces.tokens)
+    streams, per_layer_inputs = start_forward(model, input_ids, embeds, pieces.tokens, at_start)
     embedders = trainable(model, lambda name: name.startswith(("embed_audio.", "embed_vision.")))
     inputs = [soft] if live and soft is not None else []
     # Whether the backward pass goes on before the first layer.
@@ -110,11 +115,11 @@ def _recomputing(
     streams = text_forward(model, streams, per_layer_inputs, attention_mask, pieces.tokens, seed, kept)
     shape, rows = streams.shape, supervised_rows(streams, positions)
     del streams
-    hidden = end_forward(model, rows, pieces.tokens)
+    hidden = end_forward(model, rows, pieces.tokens, at_end)
     loss, slope = loss_and_hidden_gradient(model, hidden, targets, pieces.logits)
     del hidden
 
-    rows = end_backward(model, rows, slope, pieces.tokens, gradients)
+    rows = end_backward(model, rows, slope, pieces.tokens, at_end, gradients)
     cotangent = mx.zeros((shape[0], shape[1] * shape[2], shape[3]), rows.dtype)
     cotangent[:, positions] = rows
     cotangent = cotangent.reshape(shape)
@@ -124,8 +129,9 @@ def _recomputing(
         model, kept, per_layer_inputs, attention_mask, pieces.tokens, seed, cotangent, gradients, further
     )
     if further:
-        slope = start_backward(model, input_ids, embeds, cotangent, per_layer, pieces.tokens, gradients)
+        slope = start_backward(model, input_ids, embeds, cotangent, per_layer, pieces.tokens, at_start, gradients)
         run = lambda *given: [model.embed(input_ids, *(given or [soft]))]
+        mx.random.seed(at_embed)
         found, slopes = vjp(model, embedders, run, inputs, [slope])
         mx.eval(slopes, add(gradients, "", found))
         if inputs:

@@ -44,6 +44,7 @@ def encode(model: Gemma3n, features: np.ndarray, mask: np.ndarray, seed: int = 0
         raise ValueError("this checkpoint has no audio tower (converted with --text-only?)")
     for x in conformer_inputs(model, features, mask, seed):
         last = x
+    mx.random.seed(_end_seed(model, seed))
     soft = model.soft_tokens(*model.audio_tower.reduce(last, _frames(model, mask)))
     mx.eval(soft)
     return soft
@@ -102,8 +103,13 @@ class TrainedAudio:
 
 
 def _seed(seed: int, clip: int) -> int:
-    # A clip draws from less than 10 000 seeds: one for the subsampling and one for each block.
+    # A clip draws from less than 10 000 seeds: one for the subsampling, each block and the projection.
     return seed + 10_000 * clip
+
+
+def _end_seed(model: Gemma3n, seed: int) -> int:
+    """Of the projection to the text's width, after those of the subsampling and the blocks."""
+    return seed + 1 + len(model.audio_tower.conformer)
 
 
 def _clip_backward(
@@ -122,7 +128,7 @@ def _clip_backward(
         return products[0] if products else None
 
     end = lambda x: model.soft_tokens(*tower.reduce(x, padding))
-    slope = step(model.embed_audio, "embed_audio", end, [inputs.pop()], cotangent, seed)
+    slope = step(model.embed_audio, "embed_audio", end, [inputs.pop()], cotangent, _end_seed(model, seed))
     for i in reversed(range(len(tower.conformer))):
         block = tower.conformer[i]
         run = lambda x: block(x, padding)

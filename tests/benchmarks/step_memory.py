@@ -30,10 +30,17 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from mlx_gemma3n.config import read_config  # noqa: E402
 from tests.benchmarks.checkpoints import e2b_text, random_checkpoint  # noqa: E402
 
 TARGETS = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
 RANK = 8
+
+
+def random_ids(folder: Path, count: int) -> np.ndarray:
+    """Token ids that both tables of the checkpoint have, `[1, count]`."""
+    rows = read_config(folder)["text_config"]["vocab_size_per_layer_input"]
+    return np.random.default_rng(0).integers(0, rows, (1, count)).astype(np.int32)
 
 
 def ours(folder: Path, tokens: int) -> tuple[int, float, Callable[[], Any]]:
@@ -50,7 +57,7 @@ def ours(folder: Path, tokens: int) -> tuple[int, float, Callable[[], Any]]:
     lora.attach(model, lora.AdapterConfig(lora.resolve_targets(model, "language"), r=RANK))
     model.train()
     optimizer = optim.AdamW(1e-4)
-    ids = np.random.default_rng(0).integers(0, 262_000, (1, tokens)).astype(np.int32)
+    ids = random_ids(folder, tokens)
     labels = np.where(np.arange(tokens) >= tokens // 2, ids, -100).astype(np.int32)
     batch = Batch(ids, np.ones_like(ids), labels)
 
@@ -88,7 +95,7 @@ def peer(folder: Path, tokens: int) -> tuple[int, float, Callable[[], Any]]:
         return loss
 
     model.train()
-    ids = np.random.default_rng(0).integers(0, 262_000, (1, tokens + 1)).astype(np.int32)
+    ids = random_ids(folder, tokens + 1)
 
     def step() -> float:
         loss = update(mx.array(ids), mx.array([[tokens // 2 + 1, tokens]]))

@@ -201,9 +201,9 @@ def results(tokens: int) -> int:
 
 
 def assert_linear(peaks: list[int]) -> None:
-    """Twice the tokens take at most twice the memory, and as many tokens more no more than as many before."""
+    """Twice the tokens take twice the memory at most; with the scores of all pairs it would rise four times as fast."""
     assert peaks[1] <= 2.1 * peaks[0] and peaks[2] <= 2.1 * peaks[1]
-    assert peaks[2] - peaks[1] <= 2.1 * (peaks[1] - peaks[0])
+    assert peaks[2] - peaks[1] <= 2.5 * (peaks[1] - peaks[0])
     assert peaks[2] <= scores(LONG[2], LONG[2]) / 8
 
 
@@ -369,3 +369,17 @@ def test_the_clips_of_a_batch_draw_masks_of_their_own(dropping):
     first, second = twice.forward(ours.eval(), batch, 0)
     ours.train()
     assert worst(first, second) == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "embed_audio.embedding_projection",
+        "language_model.altup_projections.0",
+        "language_model.per_layer_model_projection",
+        "language_model.altup_unembed_projections.0",
+        "audio_tower.subsample_conv_projection.input_proj_linear",
+    ],
+)
+def test_also_of_modules_outside_the_layers(path):
+    assert abs(slope_error(with_dropout([path]), 24, path)) <= 0.01
