@@ -8,14 +8,13 @@ A step's memory is that of its worst moment, so `moments` lists them all. Everyt
 """
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from convert.checkpoint import is_quantized
-from mlx_gemma3n import lora
 from mlx_gemma3n.audio import time_stride
 from mlx_gemma3n.config import Config
 from mlx_gemma3n.model import Gemma3n
@@ -75,10 +74,8 @@ class Estimate:
     moment: str
 
 
-def skeleton(
-    config: Config, target_modules: str | Sequence[str], rank: int, lora_dropout: float = 0.0, dtype: Any = mx.bfloat16
-) -> Gemma3n:
-    """A model with its adapters, for training, none of whose arrays is ever computed."""
+def skeleton(config: Config, dtype: mx.Dtype) -> Gemma3n:
+    """A model as loading makes it, none of whose arrays is ever computed: for their shapes."""
     model = Gemma3n(config)
     if quantization := config.quantization:
         defaults = {k: quantization[k] for k in ("group_size", "bits") if k in quantization}
@@ -96,9 +93,7 @@ def skeleton(
             [(n, w.astype(dtype)) for n, w in tree_flatten(model.parameters()) if mx.issubdtype(w.dtype, mx.floating)]
         )
     )
-    paths = lora.resolve_targets(model, target_modules)
-    lora.attach(model, lora.AdapterConfig(paths, r=rank, lora_alpha=2.0 * rank, lora_dropout=lora_dropout))
-    return model.train()
+    return model
 
 
 def _bytes(arrays: Any) -> int:
@@ -113,13 +108,13 @@ class Planner:
     """Estimates for one model, one set of adapters and one optimizer; pieces that are alike are traced once.
 
     Args:
-        model: of `skeleton`.
+        model: of `skeleton`, with its adapters.
         moments: arrays that the optimizer keeps for each weight, 2 for AdamW.
         cached: the clips' soft tokens come from the cache, and the audio tower is not there.
     """
 
     def __init__(self, model: Gemma3n, moments: int, cached: bool = True):
-        self.model, self.cached = model, cached
+        self.model, self.cached = model.train(), cached
         self.text = model.config.text_config
         self.dtype = model.language_model.norm.weight.dtype
         self.size = self.dtype.size
@@ -244,7 +239,7 @@ class Planner:
         return self._trace("start_b", text, run, embeds, self._streams(case.batch, width), ple).peak
 
     def end(self, width: int, backward: bool) -> int:
-        text, rows = self.model.language_model, self._streams(1, width)[:, 0]
+        text = self.model.language_model
         slope = self._zeros(width, self.text.hidden_size)
         rows = self._zeros(self.text.altup_num_inputs, width, self.text.hidden_size)
         if not backward:
@@ -346,17 +341,29 @@ class Planner:
         streams, _, kv = self._sizes(case)
         data, config, row = self.data(case), self.text, self.text.hidden_size * self.size * case.supervised
         start = streams + self.start(case, case.tokens)
-        yield "before the first layer", "layer", data + start
-        saved = data + start + self._embeds(case)
+        yield "before the first layer", "layer", data + self._embeds(case) + start
+        saved = data + (start if self.further else streams)
         layers = [self.kept(i, case) for i in range(config.num_hidden_layers)]
         total = saved + sum(layer.kept for layer in layers)
-        end = self.end(case.batch * case.tokens, True)
+        end = self.end_kept(case.batch * case.tokens)
         chunk = self.logits(min(pieces.logits, case.supervised))
-        yield "the loss", "loss", total + end + 3 * row + chunk
+        yield "the loss", "loss", total + end.kept + 3 * row + chunk
+        yield "the final norm, backward", "loss", total + end.peak + row
         for i in reversed(range(config.num_hidden_layers)):
             below = saved + sum(layer.kept for layer in layers[:i]) + streams + kv
             yield f"layer {i}, backward", "layer", below + layers[i].peak + self.adapters
         yield "the update", "update", 2 * self.adapters + 8 * self.largest
+
+    def end_kept(self, width: int) -> Memory:
+        """What merging the streams keeps for its backward pass, and its peak with that."""
+        text, config = self.model.language_model, self.text
+
+        def run(rows: mx.array, slope: mx.array) -> list[mx.array]:
+            outputs, products = mx.vjp(lambda rows: [text.merge(rows)], [rows], [slope])
+            return [*outputs, *products]
+
+        rows = self._zeros(config.altup_num_inputs, width, config.hidden_size)
+        return self._trace("end_kept", text, run, rows, self._zeros(width, config.hidden_size), first=1)
 
     def kept(self, i: int, case: Case) -> Memory:
         """What one layer keeps of its forward pass, and its peak with the backward pass."""
@@ -437,6 +444,18 @@ class Planner:
             peak=resident + most,
             moment=moment,
         )
+
+    def evaluation(self, tokens: int, batch: int, supervised: int, pieces: Pieces) -> int:
+        """The peak of evaluating a batch: a forward pass that keeps nothing but shared keys and values."""
+        case = Case(batch, tokens, batch * supervised, 0)
+        streams, queries, kv = self._sizes(case)
+        width, config = self._width(case, pieces), self.text
+        held = self.data(case) + 2 * streams + 2 * queries + kv * (1 + len(self._donors()))
+        layers = range(config.num_hidden_layers)
+        flight = max(self.after(i, batch, width) for i in layers)
+        flight = max(flight, *(self.attention(i, case, False) for i in layers), self.logits(pieces.logits))
+        rows = (config.altup_num_inputs + 1) * config.hidden_size * self.size * case.supervised
+        return self.weights + self.adapters + self.optimizer + held + rows + flight
 
     def pieces(self, case: Case) -> Pieces:
         """Pieces that have half as much in flight as the step keeps anyway, within `TOKENS` and `LOGITS`: larger ones

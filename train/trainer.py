@@ -1,12 +1,16 @@
 """The loop: batches in, steps, evaluations, checkpoints out.
 
-A run folder holds `config.yaml` (every setting, resolved), `data.json` (what was trained on), `metrics.jsonl`,
-`checkpoints/step-000120/` and `adapter/`. Both kinds of adapter folder are written aside and moved into place, so that
-each is loadable at any moment, after a crash too.
+A run folder holds `config.yaml` (every setting, resolved), `plan.json` (its memory), `data.json` (what was trained on),
+`metrics.jsonl`, `tensorboard/`, `checkpoints/step-000120/` and `adapter/`. Both kinds of adapter folder are written
+aside and moved into place, so that each is loadable at any moment, after a crash too.
+
+A run that starts finishes: its memory is planned before the weights are read (`train/budget.py`), its worst batch is
+taken once for real before the first step (`train/preflight.py`), and no later batch takes more.
 """
 
 import json
 import math
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +18,33 @@ from typing import Iterator, Optional, Sequence
 
 import mlx.core as mx
 import mlx.optimizers as optim
+from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from mlx_gemma3n import lora
-from mlx_gemma3n.config import UserError, read_config
+from mlx_gemma3n.config import Config, DoesNotFit, UserError, read_config
 from mlx_gemma3n.files import refuse_existing, write_text
-from mlx_gemma3n.loading import default_dtype, find_checkpoint, load_model
+from mlx_gemma3n.loading import default_dtype, find_checkpoint, load_model, release
 from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
 from train.audio_cache import AudioCache
 from train.batching import Batch, batches, collate
+from train.budget import Plan, held_to, in_words, make_plan, recommended_limit, rows_of
 from train.config import TrainConfig
 from train.data import TrainExample, find_files, load_examples
 from train.evaluate import Evaluation, evaluate
+from train.memory import Planner, skeleton
 from train.metrics import Metrics
-from train.step import AudioEmbeds, Pieces, accumulate, apply
+from train.preflight import measure, shortfall, worst_batch
+from train.step import AudioEmbeds, accumulate, apply
 from train.trained_audio import TrainedAudio, clips_of
 
 SETTINGS, COUNTS, METRICS, AUDIO_CACHE = "config.yaml", "data.json", "metrics.jsonl", "audio_cache"
+PLAN, TENSORBOARD = "plan.json", "tensorboard"
+# Of the limit: when so much is taken, what is only kept for reuse is given back.
+NEAR = 0.9
+# Arrays that an optimizer of MLX keeps for each weight: Adam's two moments, and SGD's momentum, used or not.
+STATE_ARRAYS = {"adamw": 2, "sgd": 1}
 
 
 @dataclass(frozen=True)
@@ -92,16 +105,22 @@ def make_optimizer(config: TrainConfig) -> optim.Optimizer:
 
 
 def steps(
-    examples: Sequence[TrainExample], config: TrainConfig, pad_token_id: int
+    examples: Sequence[TrainExample], config: TrainConfig, pad_token_id: int, rows: Optional[int] = None
 ) -> Iterator[tuple[float, bool, list[Batch]]]:
-    """Endless optimizer steps: the epoch after each, as a fraction, whether it ends one, and its micro-batches."""
+    """Endless optimizer steps: the epoch after each, as a fraction, whether it ends one, and its micro-batches.
+
+    Args:
+        rows: a batch goes in parts of so many examples; None for whole batches.
+    """
     lengths = [len(e.input_ids) for e in examples]
     size, epoch = config.gradient_accumulation_steps, 0
     while True:
         groups = batches(lengths, config.batch_size, config.seed, epoch)
         for first in range(0, len(groups), size):
             done = min(first + size, len(groups))
-            micro = [collate([examples[i] for i in group], pad_token_id) for group in groups[first:done]]
+            most = rows or config.batch_size
+            parts = [group[i : i + most] for group in groups[first:done] for i in range(0, len(group), most)]
+            micro = [collate([examples[i] for i in part], pad_token_id) for part in parts]
             yield epoch + done / len(groups), done == len(groups), micro
         epoch += 1
 
@@ -112,6 +131,7 @@ def train(config: TrainConfig) -> Run:
     Raises:
         UserError: the model, the data or a setting cannot be used, the run folder exists, or the loss stops being a
             number; the message says what to do.
+        DoesNotFit: a step takes more memory than the limit, by the plan or measured.
     """
     output = Path(config.output)
     # What a start that failed has left: its encoded clips, which this one can use.
@@ -124,59 +144,155 @@ def train(config: TrainConfig) -> Run:
     valid = load_examples(valid_file, processor, config.long_audio) if valid_file else []
 
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
+    # The Hub's name of the base, where the conversion recorded one.
+    base = read_config(folder).get("_name_or_path") or config.model
+    planner = make_planner(config, Config.load(folder), dtype, base)
+    plan = plan_run(config, planner, examples, valid)
     model = load_model(folder, dtype)
     mx.random.seed(config.seed)
-    # The Hub's name of the base, where the conversion recorded one.
-    adapter = attach_adapter(model, config, read_config(folder).get("_name_or_path") or config.model)
+    adapter = attach_adapter(model, config, base)
 
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / SETTINGS, config.to_yaml())
     counts = {"train_examples": len(examples), "valid_examples": len(valid)}
     counts["clips"] = len({clip for e in [*examples, *valid] for clip in e.clips})
     write_text(output / COUNTS, json.dumps(counts, indent=2) + "\n")
-    metrics = Metrics(output / METRICS)
+    metrics = Metrics(output / METRICS, output / TENSORBOARD)
     try:
-        return _loop(config, model, processor, adapter, examples, valid, output, metrics)
+        with held_to(plan):
+            pad = processor.tokenizer.pad_token_id
+            audio_embeds = hear(model, folder, adapter, processor, [*examples, *valid], output / AUDIO_CACHE)
+            if config.preflight == "on":
+                plan = preflight(config, planner, plan, model, examples, pad, audio_embeds)
+            write_text(output / PLAN, json.dumps(plan.to_dict(), indent=2) + "\n")
+            return _loop(config, plan, model, processor, adapter, examples, valid, audio_embeds, output, metrics)
     finally:
         metrics.close()
         if not (output / METRICS).stat().st_size:
             # Not begun: the same command must be able to begin once its input is put right.
-            for name in (SETTINGS, COUNTS, METRICS):
-                (output / name).unlink()
+            for name in (SETTINGS, COUNTS, METRICS, PLAN):
+                (output / name).unlink(missing_ok=True)
+            shutil.rmtree(output / TENSORBOARD, ignore_errors=True)
+
+
+def make_planner(config: TrainConfig, model: Config, dtype: mx.Dtype, base: str) -> Planner:
+    """Estimates for the run's model with the run's adapter and optimizer; no weight is read."""
+    shapes = skeleton(model, dtype)
+    adapter = attach_adapter(shapes, config, base)
+    return Planner(shapes, STATE_ARRAYS[config.optimizer], cached=not adapter.adapts_audio)
+
+
+def plan_run(
+    config: TrainConfig, planner: Planner, examples: Sequence[TrainExample], valid: Sequence[TrainExample]
+) -> Plan:
+    """The plan of a run that fits.
+
+    Raises:
+        DoesNotFit: there is none.
+    """
+    limit = config.memory_limit_bytes or recommended_limit()
+    rows = rows_of(examples, planner.model.config)
+    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit)
+    if not plan.fits:
+        raise DoesNotFit(shortfall(plan, plan.peak))
+    if valid:
+        longest = max(rows_of(valid, planner.model.config), key=lambda row: row.tokens)
+        peak = planner.evaluation(longest.tokens, min(plan.way.rows, len(valid)), longest.supervised, plan.way.pieces)
+        if peak > limit:
+            raise DoesNotFit(
+                f"{longest.where}: evaluating it ({longest.tokens} tokens) takes {in_words(peak)}, over the limit "
+                f"of {in_words(limit)}; leave it out, or give more by --memory-limit"
+            )
+    return plan
+
+
+def hear(
+    model: Gemma3n,
+    folder: Path,
+    adapter: lora.AdapterConfig,
+    processor: Processor,
+    examples: Sequence[TrainExample],
+    cache: Path,
+) -> AudioEmbeds:
+    """Where the clips' soft tokens come from; decodes every clip, and encodes it where the tower is frozen. Then the
+    model's weights are read, the audio tower's only if they are still needed.
+
+    Every clip is decoded before the first step: a broken one must not stop a run hours later.
+    """
+    source: AudioEmbeds
+    if adapter.adapts_audio:
+        source, listen = TrainedAudio(clips_of(processor)), lambda example: example.features(processor)
+    else:
+        source = AudioCache(cache, model, processor)
+        listen = source.soft_tokens
+    for example in tqdm([e for e in examples if e.clips], desc="clips", unit="example", dynamic_ncols=True):
+        listen(example)
+    frozen = "audio_tower" in model and not adapter.adapts_audio
+    if frozen:
+        release(model, folder)
+    for name, weight in tree_flatten(model.parameters()):
+        if not (frozen and name.startswith("audio_tower.")):
+            # One by one: a weight that is cast is there twice for a moment.
+            mx.eval(weight)
+    mx.clear_cache()
+    return source
+
+
+def preflight(
+    config: TrainConfig,
+    planner: Planner,
+    plan: Plan,
+    model: Gemma3n,
+    examples: Sequence[TrainExample],
+    pad_token_id: int,
+    audio_embeds: AudioEmbeds,
+) -> Plan:
+    """`plan`, or a leaner one, whose worst batch was measured to fit.
+
+    Raises:
+        DoesNotFit: the leanest does not.
+    """
+    while True:
+        batch = worst_batch(examples, plan.worst.tokens, plan.worst.case.batch)
+        peak = measure(model, batch, pad_token_id, audio_embeds, plan.way, lambda: make_optimizer(config))
+        tqdm.write(
+            f"worst batch, {plan.worst.case.batch} x {plan.worst.tokens} tokens: {in_words(peak)} measured, "
+            f"{in_words(plan.peak)} planned, limit {in_words(plan.limit)}"
+        )
+        if peak <= plan.limit:
+            return plan
+        rows = rows_of(examples, planner.model.config)
+        leaner = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, plan.limit, after=plan.way)
+        if leaner.way == plan.way or not leaner.fits:
+            raise DoesNotFit(shortfall(plan, peak))
+        tqdm.write("over the limit; now it " + "; ".join(leaner.way.does))
+        plan = leaner
 
 
 def _loop(
     config: TrainConfig,
+    plan: Plan,
     model: Gemma3n,
     processor: Processor,
     adapter: lora.AdapterConfig,
     examples: Sequence[TrainExample],
     valid: Sequence[TrainExample],
+    audio_embeds: AudioEmbeds,
     output: Path,
     metrics: Metrics,
 ) -> Run:
-    pad = processor.tokenizer.pad_token_id
-    audio_embeds: AudioEmbeds
-    if adapter.adapts_audio:
-        audio_embeds = TrainedAudio(clips_of(processor))
-        hear = lambda example: example.features(processor)
-    else:
-        audio_embeds = AudioCache(output / AUDIO_CACHE, model, processor)
-        hear = audio_embeds.soft_tokens
-    # Every clip is decoded before the first step: a broken one must not stop a run hours later.
-    for example in tqdm([e for e in [*examples, *valid] if e.clips], desc="clips", unit="example", dynamic_ncols=True):
-        hear(example)
-    pieces = Pieces(checkpointing=config.gradient_checkpointing != "off")
+    pad, pieces, rows = processor.tokenizer.pad_token_id, plan.way.pieces, min(plan.way.rows, config.batch_size)
     total = config.total_steps(math.ceil(len(examples) / config.batch_size))
     optimizer = make_optimizer(config)
     optimizer.init(model.trainable_parameters())
+    mx.eval(optimizer.state)
     bar = tqdm(total=total, unit="step", dynamic_ncols=True)
 
-    def measure(step: int, epoch: float) -> Optional[Evaluation]:
+    def validate(step: int, epoch: float) -> Optional[Evaluation]:
         if not valid:
             return None
         bar.set_description("evaluating")
-        result = evaluate(model, valid, config.batch_size, pad, audio_embeds, pieces)
+        result = evaluate(model, valid, rows, pad, audio_embeds, pieces)
         bar.set_description("training")
         metrics.write(step=step, epoch=epoch, valid_loss=result.loss, valid_exact_match=result.exact_match)
         bar.write(f"step {step}: validation loss {result.loss:.3f}, exact match {result.exact_match:.1%}")
@@ -187,24 +303,29 @@ def _loop(
         lora.save_adapter(output / "checkpoints" / f"step-{step:06d}", adapter, weights)
         lora.save_adapter(output / "adapter", adapter, weights)
 
-    before = after = measure(0, 0.0)
+    before = after = validate(0, 0.0)
     model.train()
     mx.reset_peak_memory()
     step, supervised, tokens, loss_sum, since = 0, 0, 0, 0.0, time.perf_counter()
     try:
-        for epoch, ends_epoch, micro_batches in steps(examples, config, pad):
+        for epoch, ends_epoch, micro_batches in steps(examples, config, pad, rows):
             loss, count, gradients = accumulate(model, micro_batches, audio_embeds, pieces)
             rate = config.learning_rate_at(step, total)
             norm = apply(model, optimizer, gradients, rate, config.max_grad_norm)
             if not (math.isfinite(norm) and math.isfinite(loss)):
                 raise UserError(_not_finite(step, micro_batches, output))
             step += 1
+            del gradients
+            if (taken := mx.get_active_memory() + (spare := mx.get_cache_memory())) > NEAR * plan.limit and spare:
+                mx.clear_cache()
+                text = f"memory {in_words(taken)} of {in_words(plan.limit)}: {in_words(spare)} given back"
+                metrics.event(step, text)
             loss_sum, supervised = loss_sum + loss, supervised + count
             tokens += sum(int(b.attention_mask.sum()) for b in micro_batches)
             last = step == total
             if step % config.steps_per_report == 0 or last:
                 speed = tokens / (time.perf_counter() - since)
-                memory = mx.get_peak_memory() / 1e9
+                memory = mx.get_peak_memory()
                 metrics.write(
                     step=step,
                     epoch=round(epoch, 4),
@@ -214,15 +335,16 @@ def _loop(
                     tokens=tokens,
                     supervised_tokens=supervised,
                     tokens_per_second=round(speed, 1),
-                    peak_memory_gb=round(memory, 3),
+                    peak_memory_gb=round(memory / 1e9, 4),
                 )
-                bar.set_postfix_str(f"loss {loss_sum / supervised:.3f}, {speed:.0f} tok/s, {memory:.1f} GB")
+                mx.reset_peak_memory()
+                bar.set_postfix_str(f"loss {loss_sum / supervised:.3f}, {speed:.0f} tok/s, {in_words(memory)}")
                 supervised, tokens, loss_sum, since = 0, 0, 0.0, time.perf_counter()
             bar.update()
             if last or (step % config.steps_per_save == 0 if config.steps_per_save else ends_epoch):
                 save(step)
             if last or (step % config.steps_per_eval == 0 if config.steps_per_eval else ends_epoch):
-                after = measure(step, round(epoch, 4))
+                after = validate(step, round(epoch, 4))
                 since = time.perf_counter()
             if last:
                 break

@@ -97,7 +97,8 @@ def case(name: str) -> Case:
 
 def plan(folder: Path, name: str) -> tuple[dict[str, Any], Pieces]:
     *_, checkpointing, rank, targets, _, _, dtype = SHAPES[name]
-    model = skeleton(Config.load(folder), targets, rank, dtype=getattr(mx, dtype))
+    model = skeleton(Config.load(folder), getattr(mx, dtype))
+    lora.attach(model, lora.AdapterConfig(lora.resolve_targets(model, targets), r=rank, lora_alpha=2.0 * rank))
     planner = Planner(model, moments=2, cached=targets != "language+audio")
     pieces = planner.pieces(case(name))
     pieces = Pieces(checkpointing, pieces.tokens, pieces.logits)

@@ -46,27 +46,36 @@ def random_ids(folder: Path, count: int) -> np.ndarray:
 def ours(folder: Path, tokens: int) -> tuple[int, float, Callable[[], Any]]:
     """Bytes of the weights, planned peak in bytes, and the step to be taken."""
     from mlx_gemma3n import lora
+    from mlx_gemma3n.config import Config
     from mlx_gemma3n.loading import load_model
     from train.batching import Batch
-    from train.step import Pieces, accumulate, apply
+    from train.memory import Case, Planner, skeleton
+    from train.step import accumulate, apply
 
+    shape = skeleton(Config.load(folder), mx.float32)
+    targets = lora.resolve_targets(shape, "language")
+    lora.attach(shape, lora.AdapterConfig(targets, r=RANK))
+    planner, case = Planner(shape, moments=2), Case(1, tokens, tokens // 2)
+    pieces = planner.pieces(case)
     model = load_model(folder, mx.float32)
     mx.eval(model.parameters())
     mx.clear_cache()
     weights = mx.get_active_memory()
-    lora.attach(model, lora.AdapterConfig(lora.resolve_targets(model, "language"), r=RANK))
+    lora.attach(model, lora.AdapterConfig(targets, r=RANK))
     model.train()
     optimizer = optim.AdamW(1e-4)
+    optimizer.init(model.trainable_parameters())
+    mx.eval(optimizer.state)
     ids = random_ids(folder, tokens)
     labels = np.where(np.arange(tokens) >= tokens // 2, ids, -100).astype(np.int32)
     batch = Batch(ids, np.ones_like(ids), labels)
 
     def step() -> float:
-        loss, count, gradients = accumulate(model, [batch], lambda model, batch: None, Pieces())
+        loss, count, gradients = accumulate(model, [batch], lambda model, batch: None, pieces)
         apply(model, optimizer, gradients, 1e-4, 1.0)
         return loss / count
 
-    return weights, float("nan"), step
+    return weights, planner.estimate(case, pieces).peak, step
 
 
 def peer(folder: Path, tokens: int) -> tuple[int, float, Callable[[], Any]]:

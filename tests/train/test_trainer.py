@@ -70,6 +70,8 @@ def test_what_a_run_leaves(run):
         "config.yaml",
         "data.json",
         "metrics.jsonl",
+        "plan.json",
+        "tensorboard",
     }
     assert yaml.safe_load((output / "config.yaml").read_text())["rank"] == 4
     assert json.loads((output / "data.json").read_text()) == {"train_examples": 6, "valid_examples": 3, "clips": 9}

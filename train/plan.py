@@ -1,0 +1,189 @@
+"""`python -m train.plan`: what a run would take, before anything is downloaded, loaded or trained."""
+
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+import click
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_gemma3n.config import Config, UserError
+from mlx_gemma3n.loading import HUB_ID, default_dtype
+from mlx_gemma3n.processor import Processor
+from train.budget import Bucket, Plan, Row, make_plan, recommended_limit, rows_of, rows_up_to
+from train.config import TrainConfig
+from train.data import find_files, load_examples
+from train.lora import given_settings, settings_options
+from train.trainer import make_planner
+
+DOES_NOT_FIT = 3
+_TEXT = dict(hidden_size=2048, vocab_size=262_400, vocab_size_per_layer_input=262_144)
+# Google's, so that they can be planned for before they are here. What is left out is transformers' default.
+KNOWN = {
+    "E2B": dict(_TEXT, intermediate_size=8192, num_hidden_layers=30, num_kv_shared_layers=10),
+    "E4B": dict(_TEXT, intermediate_size=16_384, num_hidden_layers=35, num_kv_shared_layers=15),
+}
+DEFAULT_LENGTH = 2048
+
+
+def known_config(name: str) -> Optional[dict[str, Any]]:
+    """The config.json of `google/gemma-3n-E2B-it` and its like, as far as memory depends on it; None for others."""
+    size = name.lower().removeprefix("google/").removeprefix("gemma-3n-").removesuffix("-it").upper()
+    if size not in KNOWN or not name.lower().startswith("google/gemma-3n-"):
+        return None
+    return {
+        "model_type": "gemma3n",
+        "text_config": KNOWN[size],
+        "audio_config": {"hidden_size": 1536},
+        "vision_config": {"hidden_size": 2048},
+    }
+
+
+def read_model(model: str, q_bits: Optional[str]) -> tuple[Config, Optional[Path]]:
+    """The config that is planned for, and the folder it is from, if it is here.
+
+    Args:
+        q_bits: plan for a conversion to so many bits, or to none; None takes a folder as it is, and 4 bits of a model
+            that is known by name.
+
+    Raises:
+        UserError: no such folder and not known by name, or the folder's config cannot be used.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        config = Config.load(folder)
+        if q_bits is None:
+            return config, folder
+        if config.quantization:
+            raise UserError(f"{folder}: quantized already, so --q-bits {q_bits} means nothing; leave it out")
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    else:
+        values = known_config(model)
+        if values is None:
+            kind = "a Hub id that is not here yet" if HUB_ID.fullmatch(model) else "no such folder"
+            raise UserError(
+                f"{model}: {kind}; known by name are google/gemma-3n-E2B-it and google/gemma-3n-E4B-it, "
+                "and of any other a folder with its config.json will do"
+            )
+        folder = None
+    if q_bits != "none":
+        values["quantization"] = {"group_size": 64, "bits": int(q_bits or 4)}
+    return Config.from_dict(values), folder
+
+
+def read_rows(config: TrainConfig, model: Config, folder: Optional[Path], max_length: Optional[int]) -> list[Row]:
+    """The lengths of the data, or one of each length up to `max_length` where no data is given."""
+    if config.data == NO_DATA:
+        return rows_up_to(max_length or DEFAULT_LENGTH, config.batch_size)
+    if max_length is not None:
+        raise UserError("--max-length and --data: give one of them; the lengths are those of the data")
+    file, _ = find_files(config.data)
+    if folder is None:
+        raise UserError(
+            f"{config.data}: its lengths need the tokenizer of {config.model}, which is not here; "
+            "give --model a folder, or --max-length instead of --data"
+        )
+    return rows_of(load_examples(file, Processor.from_pretrained(folder), config.long_audio), model)
+
+
+NO_DATA = "-"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def _table(plan: Plan) -> list[str]:
+    columns = ("weights", "adapters", "optimizer", "data", "saved", "layer", "loss")
+    lines = ["  tokens  examples  rows" + "".join(f"{c:>10}" for c in columns) + "  peak GB"]
+    for bucket in plan.buckets:
+        lines.append(_row(bucket, columns, bucket is plan.worst))
+    return lines
+
+
+def _row(bucket: Bucket, columns: tuple[str, ...], worst: bool) -> str:
+    numbers = "".join(f"{_gb(getattr(bucket.estimate, c)):>10}" for c in columns)
+    mark = "" if bucket.fits else "  does not fit"
+    mark += "  <- worst" if worst else ""
+    return f"{bucket.tokens:>8}{bucket.examples:>10}{bucket.case.batch:>6}{numbers}{_gb(bucket.estimate.peak):>9}{mark}"
+
+
+def report(plan: Plan, model: str, trained: int) -> list[str]:
+    """The plan in lines for a person."""
+    limit, peak, rows = _gb(plan.limit), _gb(plan.peak), plan.way.rows
+    lines = [
+        f"{model}: {trained / 1e6:.1f} million trained weights, batches of {plan.batch_size}, limit {limit} GB",
+        "",
+    ]
+    lines += [*_table(plan), ""]
+    lines.append("saved: for the backward pass; layer: the layer in flight; loss: the loss in flight, at another time")
+    for line in plan.way.does or ("keeps all activations: nothing is computed twice",):
+        lines.append(f"- {line}")
+    longest = plan.longest
+    lines.append(f"longest example: {longest.where}, {longest.tokens} tokens")
+    lines.append(f"training all weights instead: {_gb(plan.full)} GB before the first activation")
+    if plan.fits:
+        lines.append(f"fits: {peak} GB of {limit} GB")
+    else:
+        lines.append(f"does not fit: {peak} GB of {limit} GB, {_gb(plan.peak - plan.limit)} GB too much at {rows} rows")
+    return lines
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "config_file", help="YAML file of a run's settings; options given here come before its own.")
+@settings_options(
+    "model",
+    "data",
+    "adapter",
+    "optimizer",
+    "batch_size",
+    "rank",
+    "target_modules",
+    "gradient_checkpointing",
+    "memory_limit",
+    "dtype",
+    "long_audio",
+)
+@click.option("--max-length", type=click.IntRange(min=2), help="Instead of --data: tokens.  [default: 2048]")
+@click.option("--q-bits", type=click.Choice(["4", "8", "none"]), help="Plan for the model converted so.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, sizes in bytes.")
+@click.pass_context
+def main(
+    context: click.Context,
+    config_file: Optional[str],
+    max_length: Optional[int],
+    q_bits: Optional[str],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Say what memory a training run takes, for each length of example, and whether it fits.
+
+    Nothing is loaded: a folder with a config.json is enough, and google/gemma-3n-E2B-it and -E4B-it are known by name,
+    as 4-bit conversions. Exits with 0 where the run fits and with 3 where it does not.
+    """
+    given = given_settings(options)
+    if config_file is not None:
+        config = TrainConfig.from_yaml(config_file, **{"output": NO_DATA, **given})
+    else:
+        if "model" not in given:
+            raise UserError("--model is missing; give a checkpoint folder or google/gemma-3n-E2B-it")
+        config = TrainConfig(**{"data": NO_DATA, "output": NO_DATA, **given})
+    model_config, folder = read_model(config.model, q_bits)
+    rows = read_rows(config, model_config, folder, max_length)
+    dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
+    planner = make_planner(config, model_config, dtype, config.model)
+    limit = config.memory_limit_bytes or recommended_limit()
+    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit)
+    trained = sum(x.size for _, x in tree_flatten(planner.model.trainable_parameters()))
+    if as_json:
+        click.echo(json.dumps({"model": config.model, "trained_weights": trained, **plan.to_dict()}))
+    else:
+        click.echo("\n".join(report(plan, config.model, trained)))
+    context.exit(0 if plan.fits else DOES_NOT_FIT)
+
+
+if __name__ == "__main__":
+    from mlx_gemma3n.cli import run
+
+    run(main)
