@@ -6,9 +6,10 @@ an operation's output is allocated when the operation is dispatched, unless it i
 memory of an input that nothing else needs; an array is freed when the last operation that reads it has run. Dispatch
 runs ahead of the computation by a bounded number of operations, so what is freed comes back that much later.
 
-So the memory of a piece is not a formula that somebody fitted: it follows from the code that will run, on the device
-that will run it, whatever its widths, adapters and types. The alternative, running the piece, needs the memory first.
-`tests/benchmarks/plan_memory.py` holds it against what is measured.
+So the memory of a piece is not a formula that somebody fitted: it follows from the code that will run, whatever its
+widths, adapters and types. The alternative, running the piece, needs the memory first; `tests/benchmarks/plan_memory.py`
+does that, and compares. The graph is the CPU's, wherever it is traced: there every operation is spelled out that Metal
+has one kernel for, so that a plan is the same on every machine, and on Metal rather too large.
 """
 
 import heapq
@@ -184,7 +185,8 @@ def trace(function: Callable[..., Any], *inputs: mx.array, first: int = 0) -> Me
         first: how many outputs are the first ones that `Memory.kept` speaks of.
     """
     events: list[dict[str, Any]] = []
-    mx.export_function(events.append, function, *inputs)
+    with mx.stream(mx.cpu):
+        mx.export_function(events.append, function, *inputs)
     operations = [e for e in events if e["type"] == "primitive"]
     waiting: dict[str, int] = {}
     for event in operations:

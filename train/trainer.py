@@ -148,6 +148,7 @@ def train(config: TrainConfig) -> Run:
     base = read_config(folder).get("_name_or_path") or config.model
     planner = make_planner(config, Config.load(folder), dtype, base)
     plan = plan_run(config, planner, examples, valid)
+    tqdm.write("; ".join([f"memory: {in_words(plan.peak)} planned of {in_words(plan.limit)}", *plan.way.does]))
     model = load_model(folder, dtype)
     mx.random.seed(config.seed)
     adapter = attach_adapter(model, config, base)
