@@ -7,9 +7,9 @@ memory of an input that nothing else needs; an array is freed when the last oper
 runs ahead of the computation by a bounded number of operations, so what is freed comes back that much later.
 
 So the memory of a piece is not a formula that somebody fitted: it follows from the code that will run, whatever its
-widths, adapters and types. The alternative, running the piece, needs the memory first; `tests/benchmarks/plan_memory.py`
-does that, and compares. The graph is the CPU's, wherever it is traced: there every operation is spelled out that Metal
-has one kernel for, so that a plan is the same on every machine, and on Metal rather too large.
+widths, adapters and types. To run the piece instead, one needs the memory first; `tests/benchmarks/plan_memory.py`
+does, and compares. The graph is the CPU's, wherever it is traced: there every operation is spelled out that Metal has
+one kernel for, so that a plan is the same on every machine, and on Metal rather too large.
 """
 
 import heapq
