@@ -194,8 +194,10 @@ def ways(planner: Planner, case: Case, gradient_checkpointing: str) -> Iterator[
         rows = -(-rows // 2)
 
 
-def buckets(planner: Planner, rows: Sequence[Row], batch: int, pieces: Pieces, limit: int) -> tuple[Bucket, ...]:
-    """The buckets that batches of up to `batch` of these rows fall into."""
+def buckets(
+    planner: Planner, rows: Sequence[Row], batch: int, pieces: Pieces, limit: int, another: bool
+) -> tuple[Bucket, ...]:
+    """The buckets that micro-batches of up to `batch` of these rows fall into; `another` as in `Case`."""
     by_length: dict[int, list[Row]] = {}
     for row in rows:
         by_length.setdefault(-(-row.tokens // MULTIPLE) * MULTIPLE, []).append(row)
@@ -208,7 +210,7 @@ def buckets(planner: Planner, rows: Sequence[Row], batch: int, pieces: Pieces, l
         supervised = max(supervised, *(row.supervised for row in mine))
         clips = max(clips, *(row.clips for row in mine))
         count = min(batch, shorter)
-        case = Case(count, tokens, count * supervised, count * clips)
+        case = Case(count, tokens, count * supervised, count * clips, another)
         estimate = planner.estimate(case, pieces)
         longest = max(mine, key=lambda row: row.tokens)
         found.append(Bucket(tokens, len(mine), longest, case, estimate, estimate.peak <= limit))
@@ -221,12 +223,14 @@ def make_plan(
     batch_size: int,
     gradient_checkpointing: str,
     limit: int,
+    accumulates: bool,
     after: Optional[Way] = None,
 ) -> Plan:
     """The plan of a run: the first of its ways that fits, or the leanest one, which does not.
 
     Args:
         rows: of all training examples; at least one.
+        accumulates: whether a step has several batches.
         after: only ways leaner than this one.
     """
     longest = max(row.tokens for row in rows)
@@ -240,10 +244,12 @@ def make_plan(
             continue
         chosen = way
         part = min(way.rows, batch)
-        if planner.estimate(Case(part, tokens, part * most, part * clips), way.pieces).peak <= limit:
+        case = Case(part, tokens, part * most, part * clips, accumulates or part < batch)
+        if planner.estimate(case, way.pieces).peak <= limit:
             break
     chosen = chosen or after
-    found = buckets(planner, rows, min(chosen.rows, batch), chosen.pieces, limit)
+    part = min(chosen.rows, batch)
+    found = buckets(planner, rows, part, chosen.pieces, limit, accumulates or part < batch)
     return Plan(limit, batch_size, chosen, found, full_fine_tuning(planner.model.config))
 
 

@@ -18,8 +18,8 @@ from convert.checkpoint import is_quantized
 from mlx_gemma3n.audio import time_stride
 from mlx_gemma3n.config import Config
 from mlx_gemma3n.model import Gemma3n
-from mlx_gemma3n.text import query_blocks
-from train import passes
+from mlx_gemma3n.text import attend_block, query_blocks
+from train import piece
 from train.loss import chunk_loss
 from train.step import Pieces
 from train.trace import Memory, trace
@@ -39,12 +39,14 @@ class Case:
         tokens: the length that they are padded to.
         supervised: labels in it.
         clips: of audio in it.
+        another: whether the gradients of another micro-batch are there already, for this one's to be added to.
     """
 
     batch: int
     tokens: int
     supervised: int
     clips: int = 0
+    another: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Planner:
         resident = [x for n, x in tree_flatten(model.parameters()) if not n.startswith(elsewhere) and n not in trained]
         self.weights = _bytes(resident)
         further = [n for n in trained if not n.startswith(("language_model.layers.", "audio_tower."))]
-        self.further = bool(further and passes.start_parameters(model)) or any(
+        self.further = bool(further and piece.start_parameters(model)) or any(
             n.startswith(("embed_", "audio_tower.")) for n in trained
         )
         self._traces: dict[Any, Memory] = {}
@@ -146,7 +148,7 @@ class Planner:
                 module.update(tree_unflatten(list(zip(names, arrays))))
                 return function(*arrays[len(names) :])
 
-            with passes.own_randomness():
+            with piece.own_randomness():
                 self._traces[key] = trace(run, *values, *inputs, first=first)
             module.update(tree_unflatten(list(zip(names, values))))
         return self._traces[key]
@@ -167,13 +169,13 @@ class Planner:
 
     def before(self, i: int, batch: int, width: int) -> int:
         layer, streams = self.model.layers[i], self._streams(batch, width)
-        run = lambda x: passes.before_piece(layer, x, 0, 0)
+        run = lambda x: piece.before_piece(layer, x, 0, 0)
         return self._trace(("before", self._kind(i)), layer, run, streams).peak
 
     def after(self, i: int, batch: int, width: int) -> int:
         layer = self.model.layers[i]
         ple = self._zeros(batch, width, self.text.hidden_size_per_layer_input)
-        run = lambda x, out, ple: [passes.after_piece(layer, x, out, ple, 0, 0)]
+        run = lambda x, out, ple: [piece.after_piece(layer, x, out, ple, 0, 0)]
         inputs = self._streams(batch, width), self._heads(batch, width), ple
         return self._trace(("after", self._kind(i)), layer, run, *inputs).peak
 
@@ -183,7 +185,7 @@ class Planner:
         slopes = [queries] if layer.self_attn.is_kv_shared else [queries, keys, keys]
 
         def run(x: mx.array, cotangent: mx.array, *slopes: mx.array) -> list[mx.array]:
-            found, (product,) = passes.before_gradients(layer, x, 0, 0, slopes)
+            found, (product,) = piece.before_gradients(layer, x, 0, 0, slopes)
             return [cotangent + product, *found.values()]
 
         return self._trace(("before_b", self._kind(i)), layer, run, streams, streams, *slopes).peak
@@ -193,7 +195,7 @@ class Planner:
         ple = self._zeros(batch, width, self.text.hidden_size_per_layer_input)
 
         def run(x: mx.array, out: mx.array, ple: mx.array, slope: mx.array) -> list[mx.array]:
-            found, products = passes.after_gradients(layer, x, out, ple, 0, 0, slope, self.further)
+            found, products = piece.after_gradients(layer, x, out, ple, 0, 0, slope, self.further)
             return [*products, *found.values()]
 
         streams = self._streams(batch, width)
@@ -213,8 +215,8 @@ class Planner:
         gap = q.start - k.start
 
         def run(mask: mx.array, *qkv: mx.array) -> list[mx.array]:
-            block = lambda *qkv: passes.attend_block(*qkv, gap, window, mask)
-            return passes.attention_gradients(block, *qkv[1:], qkv[0]) if backward else [block(*qkv[1:])]
+            block = lambda *qkv: attend_block(*qkv, gap, window, mask)
+            return piece.attention_gradients(block, *qkv[1:], qkv[0]) if backward else [block(*qkv[1:])]
 
         key = ("attention", backward, gap, window)
         return self._trace(key, self.model.language_model.norm, run, mask, queries, queries, keys, keys).peak
@@ -233,7 +235,7 @@ class Planner:
         embeds = self._zeros(case.batch, width, config.hidden_size)
 
         def run(x: mx.array, streams: mx.array, ple: mx.array) -> list[mx.array]:
-            found, products = passes.start_gradients(self.model, ids, x, streams, ple)
+            found, products = piece.start_gradients(self.model, ids, x, streams, ple)
             return [*products, *found.values()]
 
         return self._trace("start_b", text, run, embeds, self._streams(case.batch, width), ple).peak
@@ -246,7 +248,7 @@ class Planner:
             return self._trace("end", text, lambda rows: [text.merge(rows)], rows).peak
 
         def run(rows: mx.array, slope: mx.array) -> list[mx.array]:
-            found, products = passes.end_gradients(self.model, rows, slope)
+            found, products = piece.end_gradients(self.model, rows, slope)
             return [*products, *found.values()]
 
         return self._trace("end_b", text, run, rows, slope).peak
@@ -315,8 +317,9 @@ class Planner:
         for i in reversed(layers):
             saved = data + (i + 1) * streams + shared + streams + waiting + ple + gradients
             own = 0 if config.is_kv_shared(i) else kv
+            # Where gradients are there already, this is the new ones of a layer before they are added to those.
             mine = _bytes(self.model.layers[i].trainable_parameters())
-            gradients += mine
+            gradients = mine if case.another else gradients + mine
             held = 2 * queries + own
             yield f"layer {i}, again", "layer", saved + queries + own + self.before(i, batch, width)
             yield f"attention of layer {i}, again", "layer", saved + held + self.attention(i, case, False)
@@ -368,7 +371,7 @@ class Planner:
     def kept(self, i: int, case: Case) -> Memory:
         """What one layer keeps of its forward pass, and its peak with the backward pass."""
         layer, config = self.model.layers[i], self.text
-        parameters = passes.trainable(layer)
+        parameters = piece.trainable(layer)
         ple = self._zeros(case.batch, case.tokens, config.hidden_size_per_layer_input)
         mask = mx.zeros((case.batch, case.tokens), mx.int32)
         streams, keys = self._streams(case.batch, case.tokens), self._heads(case.batch, case.tokens, keys=True)
@@ -376,7 +379,7 @@ class Planner:
         count = len(parameters)
 
         def run(mask: mx.array, slope: mx.array, ple: mx.array, *inputs: mx.array) -> list[mx.array]:
-            values = [value for value in passes.trainable(layer).values()]
+            values = [value for value in piece.trainable(layer).values()]
 
             def forward(*arrays: mx.array) -> list[mx.array]:
                 layer.update(tree_unflatten(list(zip(parameters, arrays[:count]))))
@@ -410,9 +413,7 @@ class Planner:
             yield f"conformer {i}", "layer", soft + (i + 1) * x.nbytes + forward
 
             def run(x: mx.array, slope: mx.array, block: nn.Module = block) -> list[mx.array]:
-                found, products = passes.vjp(
-                    block, passes.trainable(block), lambda x: [block(x, padding)], [x], [slope]
-                )
+                found, products = piece.vjp(block, piece.trainable(block), lambda x: [block(x, padding)], [x], [slope])
                 return [*products, *found.values()]
 
             backward = self._trace(("block_b", kind), block, run, x, x).peak
@@ -425,6 +426,9 @@ class Planner:
         if not self.cached and case.clips:
             all_moments += self.audio_moments(case)
         resident = self.weights + self.adapters + self.optimizer
+        if case.another:
+            # But for the update, which has its own count of them.
+            all_moments = [(n, kind, size + (kind != "update") * self.adapters) for n, kind, size in all_moments]
         moment, _, most = max(all_moments, key=lambda m: m[2])
         data = self.data(case)
         streams, _, kv = self._sizes(case)

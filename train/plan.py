@@ -138,6 +138,7 @@ def report(plan: Plan, model: str, trained: int) -> list[str]:
     "adapter",
     "optimizer",
     "batch_size",
+    "gradient_accumulation_steps",
     "rank",
     "target_modules",
     "gradient_checkpointing",
@@ -174,7 +175,8 @@ def main(
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
     planner = make_planner(config, model_config, dtype, config.model)
     limit = config.memory_limit_bytes or recommended_limit()
-    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit)
+    accumulates = config.gradient_accumulation_steps > 1
+    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit, accumulates)
     trained = sum(x.size for _, x in tree_flatten(planner.model.trainable_parameters()))
     if as_json:
         click.echo(json.dumps({"model": config.model, "trained_weights": trained, **plan.to_dict()}))

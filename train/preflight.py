@@ -14,7 +14,7 @@ from mlx_gemma3n.model import Gemma3n
 from train.batching import collate
 from train.budget import Plan, Way, in_words
 from train.data import TrainExample
-from train.passes import own_randomness
+from train.piece import own_randomness
 from train.step import AudioEmbeds, accumulate, apply
 
 
@@ -26,15 +26,16 @@ def worst_batch(examples: Sequence[TrainExample], tokens: int, batch: int) -> li
 
 def measure(
     model: Gemma3n,
-    examples: Sequence[TrainExample],
+    micro_batches: Sequence[Sequence[TrainExample]],
     pad_token_id: int,
     audio_embeds: AudioEmbeds,
     way: Way,
     make_optimizer: Callable[[], optim.Optimizer],
 ) -> int:
-    """The peak in bytes of one optimizer step of `examples`, all of which `model` is as before after it."""
+    """The peak in bytes of one optimizer step of `micro_batches`, all of which `model` is as before after it."""
     before = tree_flatten(model.trainable_parameters())
     training = model.training
+    batches = [collate(examples, pad_token_id) for examples in micro_batches]
     model.train()
     optimizer = make_optimizer()
     with own_randomness():
@@ -43,7 +44,7 @@ def measure(
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()
-        _, _, gradients = accumulate(model, [collate(examples, pad_token_id)], audio_embeds, way.pieces)
+        _, _, gradients = accumulate(model, batches, audio_embeds, way.pieces)
         # Whatever its size, a step of this rate moves nothing that is kept.
         apply(model, optimizer, gradients, 1e-6, 1.0)
         mx.synchronize()
@@ -62,7 +63,7 @@ def shortfall(plan: Plan, peak: int) -> str:
     examples = ", ".join(f"{b.longest.where} ({b.longest.tokens} tokens)" for b in reversed(too_long[-3:]))
     count = sum(bucket.examples for bucket in too_long)
     more = f" and {count - min(3, len(too_long))} more" if count > min(3, len(too_long)) else ""
-    fitting = [bucket for bucket in plan.buckets if bucket.fits]
+    fitting = [bucket for bucket in plan.buckets if bucket.tokens < too_long[0].tokens]
     enough = f"{-(-peak // 10**8) / 10:.1f}GB" if peak >= 10**9 else f"{-(-peak // 10**6)}MB"
     remedy = f"--memory-limit {enough} would do"
     if fitting:

@@ -17,22 +17,16 @@ from mlx_gemma3n.model import Gemma3n
 from train.batching import Batch
 from train.loss import loss_and_hidden_gradient, summed_loss, supervised_positions
 from train.passes import (
-    Gradients,
     Kept,
-    add,
     end_backward,
     end_forward,
-    end_seeds,
-    own_randomness,
     start_backward,
     start_forward,
-    start_parameters,
     supervised_rows,
     text_backward,
     text_forward,
-    trainable,
-    vjp,
 )
+from train.piece import Gradients, add, end_seeds, own_randomness, start_parameters, trainable, vjp
 from train.trained_audio import TrainedAudio
 
 # Gives the soft tokens `[clips, audio_soft_tokens_per_image, hidden]` of a batch's clips in order, or None.

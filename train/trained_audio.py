@@ -12,7 +12,7 @@ import numpy as np
 from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
 from train.batching import Batch
-from train.passes import Gradients, add, trainable, vjp
+from train.piece import Gradients, add, trainable, vjp
 
 # Log-mel features `[clips, frames, mel_bins]` and their mask `[clips, frames]`, True on valid frames.
 Clips = tuple[np.ndarray, np.ndarray]

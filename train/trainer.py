@@ -35,6 +35,7 @@ from train.data import TrainExample, find_files, load_examples
 from train.evaluate import Evaluation, evaluate
 from train.memory import Planner, skeleton
 from train.metrics import Metrics
+from train.piece import own_randomness
 from train.preflight import measure, shortfall, worst_batch
 from train.step import AudioEmbeds, accumulate, apply
 from train.trained_audio import TrainedAudio, clips_of
@@ -193,7 +194,8 @@ def plan_run(
     """
     limit = config.memory_limit_bytes or recommended_limit()
     rows = rows_of(examples, planner.model.config)
-    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit)
+    accumulates = config.gradient_accumulation_steps > 1
+    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit, accumulates)
     if not plan.fits:
         raise DoesNotFit(shortfall(plan, plan.peak))
     if valid:
@@ -224,10 +226,12 @@ def hear(
     if adapter.adapts_audio:
         source, listen = TrainedAudio(clips_of(processor)), lambda example: example.features(processor)
     else:
-        source = AudioCache(cache, model, processor)
-        listen = source.soft_tokens
-    for example in tqdm([e for e in examples if e.clips], desc="clips", unit="example", dynamic_ncols=True):
-        listen(example)
+        kept = AudioCache(cache, model, processor)
+        source, listen = frozen_audio(kept, folder), kept.soft_tokens
+    # Encoding seeds MLX's generator. A run must be the same whether its clips are in the cache already or not.
+    with own_randomness():
+        for example in tqdm([e for e in examples if e.clips], desc="clips", unit="example", dynamic_ncols=True):
+            listen(example)
     frozen = "audio_tower" in model and not adapter.adapts_audio
     if frozen:
         release(model, folder)
@@ -237,6 +241,21 @@ def hear(
             mx.eval(weight)
     mx.clear_cache()
     return source
+
+
+def frozen_audio(kept: AudioCache, folder: Path) -> AudioEmbeds:
+    """The cache's soft tokens. A clip whose file was lost or damaged meanwhile is encoded again, and the tower's
+    weights are given back before the step goes on; a step draws the same numbers with that and without."""
+
+    def embeds(model: Gemma3n, batch: Batch) -> Optional[mx.array]:
+        misses = kept.misses
+        with own_randomness():
+            soft = kept(model, batch)
+        if kept.misses > misses:
+            release(model, folder)
+        return soft
+
+    return embeds
 
 
 def preflight(
@@ -255,7 +274,15 @@ def preflight(
     """
     while True:
         batch = worst_batch(examples, plan.worst.tokens, plan.worst.case.batch)
-        peak = measure(model, batch, pad_token_id, audio_embeds, plan.way, lambda: make_optimizer(config))
+        # In a step's second micro-batch, the gradients of its first one are there from the start.
+        peak = measure(
+            model,
+            [batch] * (1 + plan.worst.case.another),
+            pad_token_id,
+            audio_embeds,
+            plan.way,
+            lambda: make_optimizer(config),
+        )
         tqdm.write(
             f"worst batch, {plan.worst.case.batch} x {plan.worst.tokens} tokens: {in_words(peak)} measured, "
             f"{in_words(plan.peak)} planned, limit {in_words(plan.limit)}"
@@ -263,7 +290,8 @@ def preflight(
         if peak <= plan.limit:
             return plan
         rows = rows_of(examples, planner.model.config)
-        leaner = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, plan.limit, after=plan.way)
+        settings = config.batch_size, config.gradient_checkpointing, plan.limit, config.gradient_accumulation_steps > 1
+        leaner = make_plan(planner, rows, *settings, after=plan.way)
         if leaner.way == plan.way or not leaner.fits:
             raise DoesNotFit(shortfall(plan, peak))
         tqdm.write("over the limit; now it " + "; ".join(leaner.way.does))

@@ -33,7 +33,8 @@ from tests.train.test_step import (
     reference_gradients,
 )
 from train.loss import supervised_positions
-from train.passes import Attended, own_randomness
+from train.passes import Attended
+from train.piece import own_randomness
 from train.step import Pieces, accumulate, hidden_states, loss_and_gradients
 from train.trained_audio import TrainedAudio
 
