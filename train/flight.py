@@ -198,15 +198,25 @@ class Flight:
 
     # The audio tower, one clip of the longest.
 
+    def features(self) -> mx.array:
+        """Log-mel, `[1, frames, mel_bins]`."""
+        return self._zeros(1, FRAMES, self.model.config.audio_config.input_feat_size)
+
     def frames(self) -> mx.array:
         """What a block of the conformer takes and gives, `[1, frames / 4, hidden]`."""
         config = self.model.config.audio_config
         return self._zeros(1, -(-FRAMES // time_stride(config)), config.hidden_size)
 
     def stem(self) -> int:
+        """Of the subsampling, with its backward pass where it has adapters."""
         module = self.model.audio_tower.subsample_conv_projection
-        features = self._zeros(1, FRAMES, self.model.config.audio_config.input_feat_size)
-        return self._trace("stem", module, lambda x: [module(x)], features).peak
+
+        def run(features: mx.array, slope: mx.array) -> list[mx.array]:
+            if not piece.trainable(module):
+                return [module(features)]
+            return list(piece.vjp(module, piece.trainable(module), lambda: [module(features)], [], [slope])[0].values())
+
+        return self._trace("stem", module, run, self.features(), self.frames()).peak
 
     def block(self, i: int, backward: bool) -> int:
         """Of a conformer block."""

@@ -234,7 +234,8 @@ class Planner:
     def audio_moments(self, case: Case) -> Iterator[tuple[str, str, int]]:
         """Of a tower with adapters, one clip at a time."""
         soft = self._embeds(case) * 2
-        yield "the audio tower", "layer", soft + self.flight.stem()
+        features = self.flight.features().nbytes
+        yield "the audio tower", "layer", soft + self.adapters + features + self.flight.stem()
         blocks, size = range(len(self.model.audio_tower.conformer)), self.flight.frames().nbytes
         for i in blocks:
             yield f"conformer {i}", "layer", soft + (i + 1) * size + self.flight.block(i, False)

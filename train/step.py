@@ -124,6 +124,7 @@ def _recomputing(
     )
     if further:
         slope = start_backward(model, input_ids, embeds, cotangent, per_layer, pieces.tokens, at_start, gradients)
+        del kept, cotangent, per_layer, per_layer_inputs
         run = lambda *given: [model.embed(input_ids, *(given or [soft]))]
         mx.random.seed(at_embed)
         found, slopes = vjp(model, embedders, run, inputs, [slope])

@@ -112,14 +112,20 @@ def _view_strides(name: str, arguments: Sequence[Any], source: _Array, shape: tu
         axis, inner = arguments[0] % len(source.shape), shape[arguments[0] % len(source.shape) :][: len(arguments[1])]
         new = tuple(source.strides[axis] * step for step in _row_strides(inner))
         return source.strides[:axis] + new + source.strides[axis + 1 :]
+    if name == "Slice":
+        return tuple(stride * step for stride, step in zip(source.strides, arguments[2]))
     if name in ("ExpandDims", "Squeeze"):
         kept = iter([stride for n, stride in zip(source.shape, source.strides) if n != 1])
         return tuple(1 if n == 1 else next(kept) for n in shape)
     return source.strides if len(source.strides) == len(shape) else _row_strides(shape)
 
 
-def _copied(name: str, inputs: list[_Array]) -> int:
-    """Bytes of the copies that an operation makes of inputs whose layout it cannot read."""
+def _copied(name: str, inputs: list[_Array], shape: tuple[int, ...]) -> int:
+    """Bytes of the copies that an operation makes of inputs whose layout it cannot read; `shape` is its output's."""
+    if name == "Convolution":
+        # Padded, and then each place's surroundings side by side, for one matrix product.
+        x, weight = inputs
+        return x.itemsize * (math.prod(x.shape) + math.prod(shape[:-1]) * math.prod(weight.shape[1:]))
     if name == "QuantizedMatmul":
         return 0 if inputs[0].row_contiguous else inputs[0].itemsize * math.prod(inputs[0].shape)
     if name != "Matmul":
@@ -215,7 +221,7 @@ def trace(function: Callable[..., Any], *inputs: mx.array, first: int = 0) -> Me
         memory.advance()
         kind, names = event["name"], [name for name, *_ in event["inputs"]]
         read = [arrays[name] for name in names]
-        memory.scratch(_copied(kind, read))
+        memory.scratch(_copied(kind, read, tuple(event["outputs"][0][1])))
         for name, shape, dtype in event["outputs"]:
             shape = tuple(shape)
             if kind in VIEWS:
