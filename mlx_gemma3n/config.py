@@ -6,6 +6,7 @@ read the same file.
 """
 
 import json
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Optional
@@ -22,9 +23,39 @@ class DoesNotFit(Exception):
     it as one line, `error: ...`, and exit with 3."""
 
 
+# Counts that may be none; all others are at least one.
+_ZERO = {"num_kv_shared_layers", "pad_token_id", "altup_active_idx", "vocab_offset", "conf_attention_context_right"}
+
+
 def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
-    return {k: v for k, v in values.items() if k in names and v is not None}
+    """The values of `cls`'s fields.
+
+    Raises:
+        UserError: a number is none, or a count is not one.
+    """
+    known = {}
+    for field_ in fields(cls):
+        value = values.get(field_.name)
+        if value is None:
+            continue
+        known[field_.name] = value
+        kind = type(field_.default)
+        many = value if isinstance(value, (list, tuple)) and field_.name == "intermediate_size" else [value]
+        if kind in (int, float) and not all(_is_number(v, kind is int, field_.name in _ZERO) for v in many):
+            least = "from 0 up" if field_.name in _ZERO else "from 1 up"
+            raise UserError(
+                f"{field_.name} is {value!r}; it is a {f'whole number {least}' if kind is int else 'number'}"
+            )
+        if kind is bool and not isinstance(value, bool):
+            raise UserError(f"{field_.name} is {value!r}; it is true or false")
+    return known
+
+
+def _is_number(value: Any, whole: bool, zero: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return False
+    # What is larger than that is no size of anything here.
+    return not whole or (isinstance(value, int) and (0 if zero else 1) <= value < 2**31)
 
 
 def _per_layer(value: Any, layers: int, name: str) -> tuple:
@@ -42,7 +73,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; is {folder} a checkpoint folder?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{path}: cannot be read as JSON ({e})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds {type(values).__name__}, not an object")
@@ -94,6 +125,15 @@ class TextConfig:
             "activation_sparsity_pattern",
             _per_layer(sparsity, layers, "activation_sparsity_pattern"),
         )
+        for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
+            if value <= 0:
+                raise UserError(f"{name} is {value}; it is more than 0")
+        if not all(_is_number(s, False, True) and 0 <= s < 1 for s in self.activation_sparsity_pattern):
+            raise UserError("activation_sparsity_pattern has a share that is not from 0 to below 1")
+        if self.altup_active_idx >= self.altup_num_inputs:
+            raise UserError(f"altup_active_idx {self.altup_active_idx} of {self.altup_num_inputs} streams")
+        if layers > 1000 or self.altup_num_inputs > 64:
+            raise UserError(f"{layers} layers of {self.altup_num_inputs} streams; no Gemma 3n is like that")
         if unknown := set(self.layer_types) - {SLIDING, FULL}:
             raise UserError(f"layer_types has {sorted(unknown)}; known are {SLIDING} and {FULL}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -173,6 +213,9 @@ class AudioConfig:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
+        for name in ("sscp_conv_channel_size", "sscp_conv_kernel_size", "sscp_conv_stride_size"):
+            if len(getattr(self, name)) != 2:
+                raise UserError(f"{name} is {list(getattr(self, name))}; it is of two convolutions")
         set_(self, "sscp_conv_channel_size", tuple(self.sscp_conv_channel_size))
         for name in ("sscp_conv_kernel_size", "sscp_conv_stride_size"):
             set_(self, name, tuple(tuple(pair) for pair in getattr(self, name)))
@@ -201,6 +244,22 @@ class VisionConfig:
         return cls(**_known(cls, values))
 
 
+def check_quantization(values: Optional[dict[str, Any]]) -> None:
+    """Of a config.json: its defaults, and those of single modules.
+
+    Raises:
+        UserError: a width or a group size that MLX does not have.
+    """
+    if values is None:
+        return
+    for name, part in [("quantization", values), *((k, v) for k, v in values.items() if isinstance(v, dict))]:
+        for key, allowed in (("bits", (2, 3, 4, 5, 6, 8)), ("group_size", (16, 32, 64, 128))):
+            if key not in part and name == "quantization":
+                raise UserError(f"quantization has no {key}; it is one of {', '.join(map(str, allowed))}")
+            if key in part and (isinstance(part[key], bool) or part[key] not in allowed):
+                raise UserError(f"{name}: {key} is {part[key]!r}; it is one of {', '.join(map(str, allowed))}")
+
+
 @dataclass(frozen=True)
 class Config:
     """A whole Gemma 3n checkpoint (transformers' `Gemma3nConfig`, or `Gemma3nTextConfig` for a text-only one)."""
@@ -227,6 +286,10 @@ class Config:
         kind = values.get("model_type")
         if kind not in ("gemma3n", "gemma3n_text"):
             raise UserError(f"model_type is {kind!r}; a Gemma 3n checkpoint has 'gemma3n' or 'gemma3n_text'")
+        for name in ("text_config", "audio_config", "vision_config", "quantization"):
+            if not isinstance(values.get(name), (dict, type(None))):
+                raise UserError(f"{name} is {values[name]!r}; it is an object")
+        check_quantization(values.get("quantization"))
         nested = kind == "gemma3n"
         text = values.get("text_config") or {} if nested else values
         eos = values.get("eos_token_id", text.get("eos_token_id", 1))
@@ -251,5 +314,5 @@ class Config:
         values = read_config(folder)
         try:
             return cls.from_dict(values)
-        except (UserError, TypeError, ValueError) as e:
+        except (UserError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as e:
             raise UserError(f"{Path(folder) / 'config.json'}: {e}") from None

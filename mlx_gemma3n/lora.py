@@ -110,6 +110,8 @@ def _no_target(model: nn.Module, name: str, paths: dict[str, nn.Module]) -> str:
         return f"target module {name}: an embedding, not a linear map; name linear modules"
     if ".self_attn." in name and name.endswith(("k_proj", "v_proj")):
         return f"target module {name}: that layer shares the keys and values of another one and has none of its own"
+    if name.startswith("audio_tower.") and not any(p.startswith("audio_tower.") for p in paths):
+        return f"target module {name}: this checkpoint has no audio tower; it takes text only"
     known = sorted({p.rpartition(".")[2] for p in paths if ".layers." in p})
     audio = sorted({p.rpartition(".")[2] for p in paths if p.startswith("audio_tower.")})
     if name.startswith("audio_tower."):
@@ -238,9 +240,12 @@ def save_adapter(folder: str | Path, config: AdapterConfig, weights: dict[str, m
     """Writes an adapter folder aside and moves it into place, so that `folder` is the old one or the new one, whole.
 
     Raises:
-        UserError: `folder` exists and is not to be replaced.
+        UserError: `folder` exists and is not to be replaced, or the disk is full.
     """
     with write_aside(folder, replace) as aside:
-        mx.save_safetensors(str(aside / WEIGHTS), weights, metadata={"format": "mlx"})
+        try:
+            mx.save_safetensors(str(aside / WEIGHTS), weights, metadata={"format": "mlx"})
+        except RuntimeError as e:  # of MLX, where a file does not take all that is written to it
+            raise UserError(f"{folder}: the adapter cannot be written ({str(e).strip()}); make room") from None
         values = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(config)}
         (aside / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

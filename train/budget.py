@@ -86,6 +86,8 @@ class Plan:
         buckets: in order of length.
         full: bytes that training all weights would take, before any activation: weights, gradients and Adam's moments,
             in bfloat16.
+        longest_valid: the longest example to evaluate, if there is one.
+        evaluation: bytes that evaluating it takes.
     """
 
     limit: int
@@ -93,6 +95,8 @@ class Plan:
     way: Way
     buckets: tuple[Bucket, ...]
     full: int
+    longest_valid: Optional[Row] = None
+    evaluation: int = 0
 
     @property
     def worst(self) -> Bucket:
@@ -108,7 +112,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.limit
+        return max(self.peak, self.evaluation) <= self.limit
 
     def to_dict(self) -> dict[str, Any]:
         """As `plan.json` and `--json` have it; sizes in bytes."""
@@ -117,7 +121,9 @@ class Plan:
 
 
 def in_words(size: int) -> str:
-    """Bytes for a person: GB from one on, MB below."""
+    """Bytes for a person, in GB, MB or kB."""
+    if size < 1e6:
+        return f"{size / 1e3:.0f} kB"
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
@@ -225,6 +231,7 @@ def make_plan(
     limit: int,
     accumulates: bool,
     after: Optional[Way] = None,
+    valid: Sequence[Row] = (),
 ) -> Plan:
     """The plan of a run: the first of its ways that fits, or the leanest one, which does not.
 
@@ -232,6 +239,7 @@ def make_plan(
         rows: of all training examples; at least one.
         accumulates: whether a step has several batches.
         after: only ways leaner than this one.
+        valid: rows of the examples to evaluate.
     """
     longest = max(row.tokens for row in rows)
     most, clips = max(row.supervised for row in rows), max(row.clips for row in rows)
@@ -250,7 +258,11 @@ def make_plan(
     chosen = chosen or after
     part = min(chosen.rows, batch)
     found = buckets(planner, rows, part, chosen.pieces, limit, accumulates or part < batch)
-    return Plan(limit, batch_size, chosen, found, full_fine_tuning(planner.model.config))
+    last, evaluation = max(valid, key=lambda row: row.tokens, default=None), 0
+    if last is not None:
+        together = min(chosen.rows, batch_size, len(valid))
+        evaluation = planner.evaluation(last.tokens, together, last.supervised, chosen.pieces)
+    return Plan(limit, batch_size, chosen, found, full_fine_tuning(planner.model.config), last, evaluation)
 
 
 def full_fine_tuning(config: Config) -> int:

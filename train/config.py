@@ -209,6 +209,8 @@ class TrainConfig:
         integral = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
         if not integral or value < least:
             raise FieldError(name, value, f"it is a whole number from {least} up")
+        if value >= 2**31:
+            raise FieldError(name, value, f"it is below {2**31}")
         self._set(name, int(value))
 
     def _targets(self) -> None:

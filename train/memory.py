@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from convert.checkpoint import is_quantized
 from mlx_gemma3n.config import Config
 from mlx_gemma3n.model import Gemma3n
+from mlx_gemma3n.names import to_mlx
 from train.flight import Flight
 from train.piece import start_parameters
 from train.step import Pieces
@@ -75,8 +76,8 @@ def skeleton(config: Config, dtype: mx.Dtype) -> Gemma3n:
     """A model as loading makes it, none of whose arrays is ever computed: for their shapes."""
     model = Gemma3n(config)
     if quantization := config.quantization:
-        defaults = {k: quantization[k] for k in ("group_size", "bits") if k in quantization}
-        overrides = {k: v for k, v in quantization.items() if isinstance(v, dict)}
+        defaults = {k: quantization[k] for k in ("group_size", "bits", "mode") if k in quantization}
+        overrides = {to_mlx(k): v for k, v in quantization.items() if isinstance(v, dict)}
 
         def choose(path: str, module: nn.Module) -> Any:
             if not hasattr(module, "to_quantized") or not is_quantized(f"{path}.weight"):

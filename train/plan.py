@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_gemma3n.config import Config, UserError
 from mlx_gemma3n.loading import HUB_ID, default_dtype
 from mlx_gemma3n.processor import Processor
-from train.budget import Bucket, Plan, Row, make_plan, recommended_limit, rows_of, rows_up_to
+from train.budget import Bucket, Plan, Row, in_words, make_plan, recommended_limit, rows_of, rows_up_to
 from train.config import TrainConfig
 from train.data import find_files, load_examples
 from train.lora import given_settings, settings_options
@@ -24,7 +24,7 @@ KNOWN = {
     "E2B": dict(_TEXT, intermediate_size=8192, num_hidden_layers=30, num_kv_shared_layers=10),
     "E4B": dict(_TEXT, intermediate_size=16_384, num_hidden_layers=35, num_kv_shared_layers=15),
 }
-DEFAULT_LENGTH = 2048
+DEFAULT_LENGTH, MOST_LENGTH, MOST_ROWS = 2048, 262_144, 65_536
 
 
 def known_config(name: str) -> Optional[dict[str, Any]]:
@@ -72,48 +72,55 @@ def read_model(model: str, q_bits: Optional[str]) -> tuple[Config, Optional[Path
     return Config.from_dict(values), folder
 
 
-def read_rows(config: TrainConfig, model: Config, folder: Optional[Path], max_length: Optional[int]) -> list[Row]:
-    """The lengths of the data, or one of each length up to `max_length` where no data is given."""
+def read_rows(
+    config: TrainConfig, model: Config, folder: Optional[Path], max_length: Optional[int]
+) -> tuple[list[Row], list[Row]]:
+    """The lengths of the data, for training and for evaluation, or a batch of each length up to `max_length` where no
+    data is given."""
     if config.data == NO_DATA:
-        return rows_up_to(max_length or DEFAULT_LENGTH, config.batch_size)
+        if config.batch_size > MOST_ROWS:
+            raise UserError(f"batch_size is {config.batch_size}; without --data it is {MOST_ROWS} at most")
+        return rows_up_to(max_length or DEFAULT_LENGTH, config.batch_size), []
     if max_length is not None:
         raise UserError("--max-length and --data: give one of them; the lengths are those of the data")
-    file, _ = find_files(config.data)
+    file, valid_file = find_files(config.data)
     if folder is None:
         raise UserError(
             f"{config.data}: its lengths need the tokenizer of {config.model}, which is not here; "
             "give --model a folder, or --max-length instead of --data"
         )
-    return rows_of(load_examples(file, Processor.from_pretrained(folder), config.long_audio), model)
+    processor = Processor.from_pretrained(folder)
+    files = [file, *([valid_file] if valid_file else [])]
+    train, *valid = [rows_of(load_examples(f, processor, config.long_audio), model) for f in files]
+    return train, valid[0] if valid else []
 
 
 NO_DATA = "-"
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f}"
-
-
 def _table(plan: Plan) -> list[str]:
     columns = ("weights", "adapters", "optimizer", "data", "saved", "layer", "loss")
-    lines = ["  tokens  examples  rows" + "".join(f"{c:>10}" for c in columns) + "  peak GB"]
+    # GB where there is one, else MB.
+    unit, name = (1e9, "GB") if plan.peak >= 1e9 else (1e6, "MB")
+    lines = ["  tokens  examples  rows" + "".join(f"{c:>10}" for c in columns) + f"  peak {name}"]
     for bucket in plan.buckets:
-        lines.append(_row(bucket, columns, bucket is plan.worst))
+        lines.append(_row(bucket, columns, bucket is plan.worst, unit))
     return lines
 
 
-def _row(bucket: Bucket, columns: tuple[str, ...], worst: bool) -> str:
-    numbers = "".join(f"{_gb(getattr(bucket.estimate, c)):>10}" for c in columns)
+def _row(bucket: Bucket, columns: tuple[str, ...], worst: bool, unit: float) -> str:
+    numbers = "".join(f"{getattr(bucket.estimate, c) / unit:>10.2f}" for c in columns)
     mark = "" if bucket.fits else "  does not fit"
     mark += "  <- worst" if worst else ""
-    return f"{bucket.tokens:>8}{bucket.examples:>10}{bucket.case.batch:>6}{numbers}{_gb(bucket.estimate.peak):>9}{mark}"
+    peak = f"{bucket.estimate.peak / unit:>9.2f}"
+    return f"{bucket.tokens:>8}{bucket.examples:>10}{bucket.case.batch:>6}{numbers}{peak}{mark}"
 
 
 def report(plan: Plan, model: str, trained: int) -> list[str]:
     """The plan in lines for a person."""
-    limit, peak, rows = _gb(plan.limit), _gb(plan.peak), plan.way.rows
+    limit, peak = in_words(plan.limit), in_words(plan.peak)
     lines = [
-        f"{model}: {trained / 1e6:.1f} million trained weights, batches of {plan.batch_size}, limit {limit} GB",
+        f"{model}: {trained / 1e6:.1f} million trained weights, batches of {plan.batch_size}, limit {limit}",
         "",
     ]
     lines += [*_table(plan), ""]
@@ -122,11 +129,16 @@ def report(plan: Plan, model: str, trained: int) -> list[str]:
         lines.append(f"- {line}")
     longest = plan.longest
     lines.append(f"longest example: {longest.where}, {longest.tokens} tokens")
-    lines.append(f"training all weights instead: {_gb(plan.full)} GB before the first activation")
-    if plan.fits:
-        lines.append(f"fits: {peak} GB of {limit} GB")
+    if plan.longest_valid is not None:
+        lines.append(f"evaluating {plan.longest_valid.where}, the longest one: {in_words(plan.evaluation)}")
+    lines.append(f"training all weights instead: {in_words(plan.full)} before the first activation")
+    if plan.peak <= plan.limit < plan.evaluation:
+        lines.append(f"does not fit: evaluating takes {in_words(plan.evaluation)} of {limit}")
+    elif plan.fits:
+        lines.append(f"fits: {peak} of {limit}")
     else:
-        lines.append(f"does not fit: {peak} GB of {limit} GB, {_gb(plan.peak - plan.limit)} GB too much at {rows} rows")
+        over = in_words(plan.peak - plan.limit)
+        lines.append(f"does not fit: {peak} of {limit}, {over} too much with batches in parts of {plan.way.rows}")
     return lines
 
 
@@ -146,7 +158,7 @@ def report(plan: Plan, model: str, trained: int) -> list[str]:
     "dtype",
     "long_audio",
 )
-@click.option("--max-length", type=click.IntRange(min=2), help="Instead of --data: tokens.  [default: 2048]")
+@click.option("--max-length", type=click.IntRange(2, MOST_LENGTH), help="Instead of --data: tokens.  [default: 2048]")
 @click.option("--q-bits", type=click.Choice(["4", "8", "none"]), help="Plan for the model converted so.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, sizes in bytes.")
 @click.pass_context
@@ -165,18 +177,20 @@ def main(
     """
     given = given_settings(options)
     if config_file is not None:
-        config = TrainConfig.from_yaml(config_file, **{"output": NO_DATA, **given})
+        unless = {"output": NO_DATA} if max_length is None else {"output": NO_DATA, "data": NO_DATA}
+        config = TrainConfig.from_yaml(config_file, **{**unless, **given})
     else:
         if "model" not in given:
             raise UserError("--model is missing; give a checkpoint folder or google/gemma-3n-E2B-it")
         config = TrainConfig(**{"data": NO_DATA, "output": NO_DATA, **given})
     model_config, folder = read_model(config.model, q_bits)
-    rows = read_rows(config, model_config, folder, max_length)
+    rows, valid = read_rows(config, model_config, folder, max_length)
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
     planner = make_planner(config, model_config, dtype, config.model)
     limit = config.memory_limit_bytes or recommended_limit()
     accumulates = config.gradient_accumulation_steps > 1
-    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit, accumulates)
+    settings = config.batch_size, config.gradient_checkpointing, limit, accumulates
+    plan = make_plan(planner, rows, *settings, valid=valid)
     trained = sum(x.size for _, x in tree_flatten(planner.model.trainable_parameters()))
     if as_json:
         click.echo(json.dumps({"model": config.model, "trained_weights": trained, **plan.to_dict()}))

@@ -58,13 +58,20 @@ def measure(
 
 def shortfall(plan: Plan, peak: int) -> str:
     """What a run that does not fit is told: by how much, which examples, and what would fit."""
+    if peak <= plan.limit:
+        return (
+            f"{plan.longest_valid.where}: evaluating it ({plan.longest_valid.tokens} tokens) takes "
+            f"{in_words(plan.evaluation)}, over the limit of {in_words(plan.limit)}; leave it out, or give more by "
+            "--memory-limit"
+        )
     worst = plan.worst
     too_long = [bucket for bucket in plan.buckets if not bucket.fits] or [worst]
     examples = ", ".join(f"{b.longest.where} ({b.longest.tokens} tokens)" for b in reversed(too_long[-3:]))
     count = sum(bucket.examples for bucket in too_long)
     more = f" and {count - min(3, len(too_long))} more" if count > min(3, len(too_long)) else ""
     fitting = [bucket for bucket in plan.buckets if bucket.tokens < too_long[0].tokens]
-    enough = f"{-(-peak // 10**8) / 10:.1f}GB" if peak >= 10**9 else f"{-(-peak // 10**6)}MB"
+    most = max(peak, plan.evaluation)
+    enough = f"{-(-most // 10**8) / 10:.1f}GB" if most >= 10**9 else f"{-(-most // 10**6)}MB"
     remedy = f"--memory-limit {enough} would do"
     if fitting:
         remedy += f", or examples of up to {fitting[-1].tokens} tokens"

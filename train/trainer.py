@@ -154,7 +154,10 @@ def train(config: TrainConfig) -> Run:
     mx.random.seed(config.seed)
     adapter = attach_adapter(model, config, base)
 
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{output}: cannot be made ({e.strerror}); name another --output") from None
     write_text(output / SETTINGS, config.to_yaml())
     counts = {"train_examples": len(examples), "valid_examples": len(valid)}
     counts["clips"] = len({clip for e in [*examples, *valid] for clip in e.clips})
@@ -195,17 +198,17 @@ def plan_run(
     limit = config.memory_limit_bytes or recommended_limit()
     rows = rows_of(examples, planner.model.config)
     accumulates = config.gradient_accumulation_steps > 1
-    plan = make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit, accumulates)
+    plan = make_plan(
+        planner,
+        rows,
+        config.batch_size,
+        config.gradient_checkpointing,
+        limit,
+        accumulates,
+        valid=rows_of(valid, planner.model.config),
+    )
     if not plan.fits:
         raise DoesNotFit(shortfall(plan, plan.peak))
-    if valid:
-        longest = max(rows_of(valid, planner.model.config), key=lambda row: row.tokens)
-        peak = planner.evaluation(longest.tokens, min(plan.way.rows, len(valid)), longest.supervised, plan.way.pieces)
-        if peak > limit:
-            raise DoesNotFit(
-                f"{longest.where}: evaluating it ({longest.tokens} tokens) takes {in_words(peak)}, over the limit "
-                f"of {in_words(limit)}; leave it out, or give more by --memory-limit"
-            )
     return plan
 
 
@@ -288,6 +291,7 @@ def preflight(
             f"{in_words(plan.peak)} planned, limit {in_words(plan.limit)}"
         )
         if peak <= plan.limit:
+            mx.set_cache_limit(max(0, plan.limit - max(peak, plan.peak)))
             return plan
         rows = rows_of(examples, planner.model.config)
         settings = config.batch_size, config.gradient_checkpointing, plan.limit, config.gradient_accumulation_steps > 1

@@ -89,9 +89,7 @@ def peer(folder: Path, tokens: int) -> tuple[int, float, Callable[[], Any]]:
     mx.clear_cache()
     weights = mx.get_active_memory()
     model.freeze()
-    linear_to_lora_layers(
-        model, len(model.layers), {"rank": RANK, "scale": 2.0, "dropout": 0.0, "keys": set(TARGETS)}
-    )
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": 2.0, "dropout": 0.0, "keys": set(TARGETS)})
     grad_checkpoint(model.layers[0])
     optimizer = optim.AdamW(1e-4)
     value_and_grad = nn.value_and_grad(model, default_loss)
