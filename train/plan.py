@@ -25,6 +25,8 @@ KNOWN = {
     "E4B": dict(_TEXT, intermediate_size=16_384, num_hidden_layers=35, num_kv_shared_layers=15),
 }
 DEFAULT_LENGTH, MOST_LENGTH, MOST_ROWS = 2048, 262_144, 65_536
+# Stands for data and an output folder that a plan does without.
+NO_DATA = "-"
 
 
 def known_config(name: str) -> Optional[dict[str, Any]]:
@@ -93,9 +95,6 @@ def read_rows(
     files = [file, *([valid_file] if valid_file else [])]
     train, *valid = [rows_of(load_examples(f, processor, config.long_audio), model) for f in files]
     return train, valid[0] if valid else []
-
-
-NO_DATA = "-"
 
 
 def _table(plan: Plan) -> list[str]:
