@@ -24,7 +24,15 @@ class DoesNotFit(Exception):
 
 
 # Counts that may be none; all others are at least one.
-_ZERO = {"num_kv_shared_layers", "pad_token_id", "altup_active_idx", "vocab_offset", "conf_attention_context_right"}
+_ZERO = {
+    "num_kv_shared_layers",
+    "pad_token_id",
+    "altup_active_idx",
+    "vocab_offset",
+    "conf_num_hidden_layers",
+    "conf_attention_context_left",
+    "conf_attention_context_right",
+}
 
 
 def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
