@@ -21,6 +21,8 @@ from train.step import Pieces
 
 # Of a machine's memory, what Apple recommends for the GPU: 36 GB of 48, 5.3 of 8.
 RECOMMENDED = 2 / 3
+# Where a row is that stands for examples that may come.
+ANY = "any example"
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,10 @@ def rows_of(examples: Sequence[TrainExample], config: Config) -> list[Row]:
     ]
 
 
-def rows_up_to(max_length: int, batch_size: int) -> list[Row]:
-    """A batch of each length of a few, the last one `max_length`, all supervised: what data may be."""
+def rows_up_to(max_length: int, batch_size: int, clips: int = 0) -> list[Row]:
+    """A batch of each length of a few, the last one `max_length`, all supervised, of `clips` a row: what data may be."""
     lengths = [n for n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n < max_length]
-    return [Row(n, n - 1, 0, f"{n} tokens") for n in [*lengths, max_length] for _ in range(batch_size)]
+    return [Row(n, n - 1, clips, ANY) for n in [*lengths, max_length] for _ in range(batch_size)]
 
 
 def ways(planner: Planner, case: Case, gradient_checkpointing: str) -> Iterator[Way]:
@@ -182,7 +184,7 @@ def ways(planner: Planner, case: Case, gradient_checkpointing: str) -> Iterator[
     """
     pieces = planner.pieces(case)
     least = Pieces(True, TOKENS[0], LOGITS[0])
-    again = "computes each layer again in the backward pass: about a third more time"
+    again = "computes each layer again in the backward pass: a third to two thirds more time"
     small = f"smaller pieces, {least.tokens} tokens and {least.logits} rows of logits at once: a few per cent more time"
     rows = case.batch
     while True:

@@ -17,9 +17,6 @@ from train import piece
 from train.loss import chunk_loss
 from train.trace import Memory, trace
 
-# Log-mel frames of the longest clip, 30 s of 10 ms.
-FRAMES = 3000
-
 
 class Flight:
     """
@@ -199,13 +196,15 @@ class Flight:
     # The audio tower, one clip of the longest.
 
     def features(self) -> mx.array:
-        """Log-mel, `[1, frames, mel_bins]`."""
-        return self._zeros(1, FRAMES, self.model.config.audio_config.input_feat_size)
+        """Log-mel of a clip that fills its placeholders, `[1, frames, mel_bins]`."""
+        config = self.model.config.audio_config
+        every = time_stride(config) * config.conf_reduction_factor
+        return self._zeros(1, self.model.config.audio_soft_tokens_per_image * every, config.input_feat_size)
 
     def frames(self) -> mx.array:
         """What a block of the conformer takes and gives, `[1, frames / 4, hidden]`."""
         config = self.model.config.audio_config
-        return self._zeros(1, -(-FRAMES // time_stride(config)), config.hidden_size)
+        return self._zeros(1, -(-self.features().shape[1] // time_stride(config)), config.hidden_size)
 
     def stem(self) -> int:
         """Of the subsampling, with its backward pass where it has adapters."""

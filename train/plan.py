@@ -11,10 +11,11 @@ from mlx.utils import tree_flatten
 from mlx_gemma3n.config import Config, UserError
 from mlx_gemma3n.loading import HUB_ID, default_dtype
 from mlx_gemma3n.processor import Processor
-from train.budget import Bucket, Plan, Row, in_words, make_plan, recommended_limit, rows_of, rows_up_to
+from train.budget import ANY, Bucket, Plan, Row, in_words, make_plan, recommended_limit, rows_of, rows_up_to
 from train.config import TrainConfig
 from train.data import find_files, load_examples
 from train.lora import given_settings, settings_options
+from train.preflight import shortfall
 from train.trainer import make_planner
 
 DOES_NOT_FIT = 3
@@ -75,14 +76,14 @@ def read_model(model: str, q_bits: Optional[str]) -> tuple[Config, Optional[Path
 
 
 def read_rows(
-    config: TrainConfig, model: Config, folder: Optional[Path], max_length: Optional[int]
+    config: TrainConfig, model: Config, folder: Optional[Path], max_length: Optional[int], clips: int
 ) -> tuple[list[Row], list[Row]]:
-    """The lengths of the data, for training and for evaluation, or a batch of each length up to `max_length` where no
-    data is given."""
+    """The lengths of the data, for training and for evaluation, or a batch of each length up to `max_length`, with
+    `clips` in each row, where no data is given."""
     if config.data == NO_DATA:
         if config.batch_size > MOST_ROWS:
             raise UserError(f"batch_size is {config.batch_size}; without --data it is {MOST_ROWS} at most")
-        return rows_up_to(max_length or DEFAULT_LENGTH, config.batch_size), []
+        return rows_up_to(max_length or DEFAULT_LENGTH, config.batch_size, clips), []
     if max_length is not None:
         raise UserError("--max-length and --data: give one of them; the lengths are those of the data")
     file, valid_file = find_files(config.data)
@@ -123,21 +124,17 @@ def report(plan: Plan, model: str, trained: int) -> list[str]:
         "",
     ]
     lines += [*_table(plan), ""]
-    lines.append("saved: for the backward pass; layer: the layer in flight; loss: the loss in flight, at another time")
+    lines.append(
+        "adapters: with their gradients; saved: for the backward pass; layer, loss: in flight, not at one time"
+    )
     for line in plan.way.does or ("keeps all activations: nothing is computed twice",):
         lines.append(f"- {line}")
-    longest = plan.longest
-    lines.append(f"longest example: {longest.where}, {longest.tokens} tokens")
+    if plan.longest.where != ANY:
+        lines.append(f"longest example: {plan.longest.where}, {plan.longest.tokens} tokens")
     if plan.longest_valid is not None:
         lines.append(f"evaluating {plan.longest_valid.where}, the longest one: {in_words(plan.evaluation)}")
     lines.append(f"training all weights instead: {in_words(plan.full)} before the first activation")
-    if plan.peak <= plan.limit < plan.evaluation:
-        lines.append(f"does not fit: evaluating takes {in_words(plan.evaluation)} of {limit}")
-    elif plan.fits:
-        lines.append(f"fits: {peak} of {limit}")
-    else:
-        over = in_words(plan.peak - plan.limit)
-        lines.append(f"does not fit: {peak} of {limit}, {over} too much with batches in parts of {plan.way.rows}")
+    lines.append(f"fits: {peak} of {limit}" if plan.fits else f"does not fit: {shortfall(plan, plan.peak)}")
     return lines
 
 
@@ -183,9 +180,10 @@ def main(
             raise UserError("--model is missing; give a checkpoint folder or google/gemma-3n-E2B-it")
         config = TrainConfig(**{"data": NO_DATA, "output": NO_DATA, **given})
     model_config, folder = read_model(config.model, q_bits)
-    rows, valid = read_rows(config, model_config, folder, max_length)
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
     planner = make_planner(config, model_config, dtype, config.model)
+    # With adapters on the audio tower, clips go through it in each step.
+    rows, valid = read_rows(config, model_config, folder, max_length, clips=0 if planner.cached else 1)
     limit = config.memory_limit_bytes or recommended_limit()
     accumulates = config.gradient_accumulation_steps > 1
     settings = config.batch_size, config.gradient_checkpointing, limit, accumulates
