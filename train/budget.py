@@ -90,6 +90,7 @@ class Plan:
             in bfloat16.
         longest_valid: the longest example to evaluate, if there is one.
         evaluation: bytes that evaluating it takes.
+        measured: the worst batch's peak, once it was taken; 0 before.
     """
 
     limit: int
@@ -99,6 +100,7 @@ class Plan:
     full: int
     longest_valid: Optional[Row] = None
     evaluation: int = 0
+    measured: int = 0
 
     @property
     def worst(self) -> Bucket:
@@ -171,7 +173,7 @@ def rows_of(examples: Sequence[TrainExample], config: Config) -> list[Row]:
 
 
 def rows_up_to(max_length: int, batch_size: int, clips: int = 0) -> list[Row]:
-    """A batch of each length of a few, the last one `max_length`, all supervised, of `clips` a row: what data may be."""
+    """A batch of each length of a few, the last one `max_length`, all supervised, `clips` in each row."""
     lengths = [n for n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n < max_length]
     return [Row(n, n - 1, clips, ANY) for n in [*lengths, max_length] for _ in range(batch_size)]
 

@@ -75,8 +75,13 @@ def shortfall(plan: Plan, peak: int) -> str:
     remedy = f"--memory-limit {enough} would do"
     if fitting:
         remedy += f", or examples of up to {fitting[-1].tokens} tokens"
+    if not plan.way.pieces.checkpointing:
+        remedy += ", or --gradient-checkpointing auto"
+    if worst.estimate.weights > plan.limit:
+        remedy += f"; the weights alone take {in_words(worst.estimate.weights)}"
+    else:
+        remedy += ", or a smaller --rank, or a base of fewer bits (python -m convert.checkpoint)"
     return (
         f"a step takes {in_words(peak)}, {in_words(peak - plan.limit)} over the limit of {in_words(plan.limit)}, "
-        f"with batches in parts of {plan.way.rows}: {examples}{more}; {remedy}, "
-        "or a smaller --rank, a 4-bit base (python -m convert.checkpoint), or the cloud"
+        f"with batches in parts of {plan.way.rows}: {examples}{more}; {remedy}"
     )

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Iterator, Optional, Sequence
 
@@ -292,7 +292,7 @@ def preflight(
         )
         if peak <= plan.limit:
             mx.set_cache_limit(max(0, plan.limit - max(peak, plan.peak)))
-            return plan
+            return replace(plan, measured=peak)
         rows = rows_of(examples, planner.model.config)
         settings = config.batch_size, config.gradient_checkpointing, plan.limit, config.gradient_accumulation_steps > 1
         leaner = make_plan(planner, rows, *settings, after=plan.way)

@@ -199,6 +199,7 @@ def test_as_json(planner, rows):
     assert set(values) == {"fits", "peak", "worst", "limit", "batch_size", "way", "buckets", "full"} | {
         "longest_valid",
         "evaluation",
+        "measured",
     }
     assert values["peak"] == found.peak and values["fits"] is found.fits and values["worst"] == found.worst.tokens
     assert values["way"] == {"pieces": vars(found.way.pieces), "rows": found.way.rows, "does": list(found.way.does)}
