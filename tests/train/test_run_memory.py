@@ -200,7 +200,7 @@ def test_the_preflight_leaves_the_model_as_it_was(data, tmp_path, targets, dropo
         before = state(model)
         plan = ready.preflight()
         after = state(model)
-        assert plan == ready.plan
+        assert plan.measured and replace(plan, measured=0) == ready.plan
         assert same(before.pop("parameters"), after.pop("parameters"))
         assert before == after
 
