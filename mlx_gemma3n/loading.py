@@ -7,7 +7,7 @@ unexpected or wrongly shaped is named. The per-layer table is never read whole: 
 import json
 import re
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,15 +92,19 @@ def read_tensors(folder: Path, config: Config) -> Iterator[tuple[str, mx.array]]
             yield path, tensor
 
 
-def _quantize(model: Gemma3n, quantization: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-    """Puts quantized modules where `tensors` has scales, by config.json's defaults and its overrides by path."""
+def quantize(model: Gemma3n, quantization: dict[str, Any], chosen: Callable[[str, int], bool]) -> None:
+    """Puts quantized modules in place, by config.json's defaults and its overrides by path.
+
+    Args:
+        quantization: of config.json.
+        chosen: whether a module is quantized, from its path and the group size it would have.
+    """
     defaults = {k: quantization[k] for k in ("group_size", "bits", "mode") if k in quantization}
     overrides = {to_mlx(k): v for k, v in quantization.items() if isinstance(v, dict)}
 
     def choose(path: str, module: nn.Module) -> Any:
-        if f"{path}.scales" not in tensors or not hasattr(module, "to_quantized"):
-            return False
-        return {**defaults, **overrides.get(path, {})}
+        wanted = {**defaults, **overrides.get(path, {})}
+        return wanted if hasattr(module, "to_quantized") and chosen(path, wanted["group_size"]) else False
 
     nn.quantize(model, class_predicate=choose)
 
@@ -148,7 +152,7 @@ def load_model(folder: str | Path, dtype: Optional[mx.Dtype] = None) -> Gemma3n:
     tensors = dict(read_tensors(folder, config))
     model = Gemma3n(config)
     if config.quantization:
-        _quantize(model, config.quantization, tensors)
+        quantize(model, config.quantization, lambda path, _: f"{path}.scales" in tensors)
     _check(folder, "config.json", dict(tree_flatten(model.parameters())), tensors)
     dtype = dtype or default_dtype()
     text = model.language_model

@@ -29,6 +29,7 @@ from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
 from train.batching import Batch
 from train.data import TrainExample
+from train.piece import own_randomness
 from train.trained_audio import encode
 
 # Part of every key: counted up when the same weights come to mean another output.
@@ -111,7 +112,9 @@ class AudioCache:
         new = [key for key in rows if rows[key] is None]
         for key in new:
             clip = keys.index(key)
-            (rows[key],) = encode(self.model, features[clip : clip + 1], mask[clip : clip + 1])
+            # Encoding seeds MLX's generator, and a run must be the same whether its clips are here already or not.
+            with own_randomness():
+                (rows[key],) = encode(self.model, features[clip : clip + 1], mask[clip : clip + 1])
             self._write(key, rows[key])
         self.misses += len(new)
         self.hits += len(keys) - len(new)

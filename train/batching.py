@@ -61,10 +61,15 @@ def batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> l
     return [groups[i] for i in rng.permutation(len(groups))]
 
 
+def padded(length: int, multiple: int = MULTIPLE) -> int:
+    """The length that a row of `length` tokens is padded to, if it is the longest of its batch."""
+    return -(-length // multiple) * multiple
+
+
 def collate(examples: Sequence[Any], pad_token_id: int, multiple: int = MULTIPLE) -> Batch:
     """Pads examples (anything with `input_ids` and `labels`, int `[tokens]`) on the right into a batch."""
     longest = max(len(e.input_ids) for e in examples)
-    shape = (len(examples), -(-longest // multiple) * multiple)
+    shape = (len(examples), padded(longest, multiple))
     input_ids = np.full(shape, pad_token_id, np.int32)
     attention_mask, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
     for row, example in enumerate(examples):

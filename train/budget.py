@@ -5,6 +5,7 @@ step is changed, never the data and never the result: layers are computed again 
 and a batch goes through in parts, whose gradients are added up to those of the batch.
 """
 
+import math
 import os
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import mlx.core as mx
 
 from mlx_gemma3n.config import Config
 from mlx_gemma3n.names import expected_shapes
-from train.batching import IGNORED, MULTIPLE
+from train.batching import IGNORED, padded
 from train.data import TrainExample
 from train.memory import LOGITS, TOKENS, Case, Estimate, Planner
 from train.step import Pieces
@@ -210,7 +211,7 @@ def buckets(
     """The buckets that micro-batches of up to `batch` of these rows fall into; `another` as in `Case`."""
     by_length: dict[int, list[Row]] = {}
     for row in rows:
-        by_length.setdefault(-(-row.tokens // MULTIPLE) * MULTIPLE, []).append(row)
+        by_length.setdefault(padded(row.tokens), []).append(row)
     found, shorter = [], 0
     supervised = clips = 0
     for tokens in sorted(by_length):
@@ -247,7 +248,7 @@ def make_plan(
     """
     longest = max(row.tokens for row in rows)
     most, clips = max(row.supervised for row in rows), max(row.clips for row in rows)
-    tokens, batch = -(-longest // MULTIPLE) * MULTIPLE, min(batch_size, len(rows))
+    tokens, batch = padded(longest), min(batch_size, len(rows))
     whole = Case(batch, tokens, batch * most, batch * clips)
     chosen, passed = None, after is None
     for way in ways(planner, whole, gradient_checkpointing):
@@ -271,10 +272,4 @@ def make_plan(
 
 def full_fine_tuning(config: Config) -> int:
     """Bytes of training all weights in bfloat16: weights, gradients and both of Adam's moments; no activations."""
-    size = 0
-    for shape in expected_shapes(config).values():
-        count = 1
-        for n in shape:
-            count *= n
-        size += count
-    return 4 * 2 * size
+    return 4 * 2 * sum(math.prod(shape) for shape in expected_shapes(config).values())

@@ -73,8 +73,8 @@ class TrainConfig:
         use_rslora: multiplies by lora_alpha / sqrt(rank) instead.
         target_modules: `language`, `language+audio`, or module names.
         gradient_checkpointing: `on` computes each layer again in the backward pass instead of keeping its activations:
-            about a third more time, and memory for one layer's activations instead of all layers'. `auto` is `off`
-            where that fits `memory_limit`, and `on` where it does not. True and False are `on` and `off`.
+            a third to two thirds more time, and memory for one layer's activations instead of all layers'. `auto` is
+            `off` where that fits `memory_limit`, and `on` where it does not. True and False are `on` and `off`.
         memory_limit: what the whole process's MLX arrays may take, as `parse_size` reads it; None is the device's
             recommended working set.
         preflight: `on` runs the step of the batch that takes the most memory once, on copies, before training; `off`

@@ -28,6 +28,8 @@ class Flight:
     def __init__(self, model: Gemma3n, further: bool):
         self.model, self.text, self.further = model, model.config.text_config, further
         self.dtype = model.language_model.norm.weight.dtype
+        # Layers of one kind have the same pieces.
+        self._kinds = [(signature(x), x.window, x.mlp.sparsity > 0) for x in model.layers]
         self._traces: dict[Any, Memory] = {}
 
     def _zeros(self, *shape: int) -> mx.array:
@@ -52,10 +54,6 @@ class Flight:
                 module.update(tree_unflatten(list(zip(names, values))))
         return self._traces[key]
 
-    def _kind(self, i: int) -> tuple:
-        layer = self.model.layers[i]
-        return (signature(layer), layer.window, layer.mlp.sparsity > 0)
-
     def _streams(self, batch: int, tokens: int) -> mx.array:
         return self._zeros(self.text.altup_num_inputs, batch, tokens, self.text.hidden_size)
 
@@ -66,14 +64,14 @@ class Flight:
     def before(self, i: int, batch: int, width: int) -> int:
         layer, streams = self.model.layers[i], self._streams(batch, width)
         run = lambda x: piece.before_piece(layer, x, 0, 0)
-        return self._trace(("before", self._kind(i)), layer, run, streams).peak
+        return self._trace(("before", self._kinds[i]), layer, run, streams).peak
 
     def after(self, i: int, batch: int, width: int) -> int:
         layer = self.model.layers[i]
         ple = self._zeros(batch, width, self.text.hidden_size_per_layer_input)
         run = lambda x, out, ple: [piece.after_piece(layer, x, out, ple, 0, 0)]
         inputs = self._streams(batch, width), self._heads(batch, width), ple
-        return self._trace(("after", self._kind(i)), layer, run, *inputs).peak
+        return self._trace(("after", self._kinds[i]), layer, run, *inputs).peak
 
     def before_backward(self, i: int, batch: int, width: int) -> int:
         layer, streams = self.model.layers[i], self._streams(batch, width)
@@ -84,7 +82,7 @@ class Flight:
             found, (product,) = piece.before_gradients(layer, x, 0, 0, slopes)
             return [cotangent + product, *found.values()]
 
-        return self._trace(("before_b", self._kind(i)), layer, run, streams, streams, *slopes).peak
+        return self._trace(("before_b", self._kinds[i]), layer, run, streams, streams, *slopes).peak
 
     def after_backward(self, i: int, batch: int, width: int) -> int:
         layer = self.model.layers[i]
@@ -96,7 +94,7 @@ class Flight:
 
         streams = self._streams(batch, width)
         inputs = streams, self._heads(batch, width), ple, streams
-        return self._trace(("after_b", self._kind(i)), layer, run, *inputs).peak
+        return self._trace(("after_b", self._kinds[i]), layer, run, *inputs).peak
 
     def attention(self, i: int, batch: int, tokens: int, backward: bool) -> int:
         """Of the largest block."""
@@ -191,7 +189,7 @@ class Flight:
 
         first = 1 if shared else 3
         inputs = mask, streams, ple, streams, *shared
-        return self._trace(("kept", self._kind(i), bool(shared)), layer, run, *inputs, first=first)
+        return self._trace(("kept", self._kinds[i], bool(shared)), layer, run, *inputs, first=first)
 
     # The audio tower, one clip of the longest.
 

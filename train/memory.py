@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Iterator
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from convert.checkpoint import is_quantized
 from mlx_gemma3n.config import Config
+from mlx_gemma3n.loading import quantize
 from mlx_gemma3n.model import Gemma3n
-from mlx_gemma3n.names import to_mlx
+from mlx_gemma3n.names import expected_shapes
 from train.flight import Flight
 from train.piece import start_parameters
 from train.step import Pieces
@@ -75,17 +75,15 @@ class Estimate:
 def skeleton(config: Config, dtype: mx.Dtype) -> Gemma3n:
     """A model as loading makes it, none of whose arrays is ever computed: for their shapes."""
     model = Gemma3n(config)
-    if quantization := config.quantization:
-        defaults = {k: quantization[k] for k in ("group_size", "bits", "mode") if k in quantization}
-        overrides = {to_mlx(k): v for k, v in quantization.items() if isinstance(v, dict)}
+    if config.quantization:
+        shapes = expected_shapes(config)
 
-        def choose(path: str, module: nn.Module) -> Any:
-            if not hasattr(module, "to_quantized") or not is_quantized(f"{path}.weight"):
-                return False
-            wanted = {**defaults, **overrides.get(path, {})}
-            return wanted if module.weight.shape[-1] % wanted.get("group_size", 64) == 0 else False
+        def chosen(path: str, group_size: int) -> bool:
+            # As conversion chooses, where rows are made of whole groups.
+            weight = f"{path}.weight"
+            return is_quantized(weight) and shapes[weight][-1] % group_size == 0
 
-        nn.quantize(model, class_predicate=choose)
+        quantize(model, config.quantization, chosen)
     model.update(
         tree_unflatten(
             [(n, w.astype(dtype)) for n, w in tree_flatten(model.parameters()) if mx.issubdtype(w.dtype, mx.floating)]
@@ -116,6 +114,7 @@ class Planner:
         self.adapters = _bytes(trained)
         self.optimizer = moments * self.adapters
         self.largest = max(x.nbytes for x in trained.values())
+        self.by_layer = [_bytes(layer.trainable_parameters()) for layer in model.layers]
         elsewhere = ("language_model.embed_tokens_per_layer.", *(("audio_tower.",) if cached else ()))
         resident = [x for n, x in tree_flatten(model.parameters()) if not n.startswith(elsewhere) and n not in trained]
         self.weights = _bytes(resident)
@@ -183,13 +182,12 @@ class Planner:
         yield "the final norm, backward", "loss", saved + rows + row + self.flight.end(width_end, True)
         yield "the loss's gradient", "loss", saved + rows + row + streams
 
-        gradients, waiting = 0, 0
-        ple = 0
+        gradients = waiting = ple = 0
         for i in reversed(layers):
             saved = data + (i + 1) * streams + shared + streams + waiting + ple + gradients
             own = 0 if config.is_kv_shared(i) else kv
             # Where gradients are there already, this is the new ones of a layer before they are added to those.
-            mine = _bytes(self.model.layers[i].trainable_parameters())
+            mine = self.by_layer[i]
             gradients = mine if case.another else gradients + mine
             held = 2 * queries + own
             yield f"layer {i}, again", "layer", saved + queries + own + self.flight.before(i, batch, width)

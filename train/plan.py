@@ -5,20 +5,19 @@ from pathlib import Path
 from typing import Any, Optional
 
 import click
-import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlx_gemma3n.cli import DOES_NOT_FIT
 from mlx_gemma3n.config import Config, UserError
-from mlx_gemma3n.loading import HUB_ID, default_dtype
+from mlx_gemma3n.loading import HUB_ID
 from mlx_gemma3n.processor import Processor
-from train.budget import ANY, Bucket, Plan, Row, in_words, make_plan, recommended_limit, rows_of, rows_up_to
+from train.budget import ANY, Bucket, Plan, Row, in_words, rows_of, rows_up_to
 from train.config import TrainConfig
 from train.data import find_files, load_examples
 from train.lora import given_settings, settings_options
 from train.preflight import shortfall
-from train.trainer import make_planner
+from train.trainer import make_planner, plan_for
 
-DOES_NOT_FIT = 3
 _TEXT = dict(hidden_size=2048, vocab_size=262_400, vocab_size_per_layer_input=262_144)
 # Google's, so that they can be planned for before they are here. What is left out is transformers' default.
 KNOWN = {
@@ -180,14 +179,10 @@ def main(
             raise UserError("--model is missing; give a checkpoint folder or google/gemma-3n-E2B-it")
         config = TrainConfig(**{"data": NO_DATA, "output": NO_DATA, **given})
     model_config, folder = read_model(config.model, q_bits)
-    dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
-    planner = make_planner(config, model_config, dtype, config.model)
+    planner = make_planner(config, model_config, config.model)
     # With adapters on the audio tower, clips go through it in each step.
     rows, valid = read_rows(config, model_config, folder, max_length, clips=0 if planner.cached else 1)
-    limit = config.memory_limit_bytes or recommended_limit()
-    accumulates = config.gradient_accumulation_steps > 1
-    settings = config.batch_size, config.gradient_checkpointing, limit, accumulates
-    plan = make_plan(planner, rows, *settings, valid=valid)
+    plan = plan_for(config, planner, rows, valid=valid)
     trained = sum(x.size for _, x in tree_flatten(planner.model.trainable_parameters()))
     if as_json:
         click.echo(json.dumps({"model": config.model, "trained_weights": trained, **plan.to_dict()}))

@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gemma3n.model import Gemma3n
-from train.batching import collate
+from train.batching import IGNORED, collate
 from train.budget import Plan, Way, in_words
 from train.data import TrainExample
 from train.piece import own_randomness
@@ -20,7 +20,7 @@ from train.step import AudioEmbeds, accumulate, apply
 
 def worst_batch(examples: Sequence[TrainExample], tokens: int, batch: int) -> list[TrainExample]:
     """`batch` examples, the longest ones up to `tokens`, of one length those with the most labels."""
-    order = sorted(examples, key=lambda e: (len(e.input_ids), int((e.labels != -100).sum())), reverse=True)
+    order = sorted(examples, key=lambda e: (len(e.input_ids), int((e.labels != IGNORED).sum())), reverse=True)
     return [e for e in order if len(e.input_ids) <= tokens][:batch]
 
 
@@ -45,7 +45,7 @@ def measure(
         mx.clear_cache()
         mx.reset_peak_memory()
         _, _, gradients = accumulate(model, batches, audio_embeds, way.pieces)
-        # Whatever its size, a step of this rate moves nothing that is kept.
+        # At any rate: what it moves is put back.
         apply(model, optimizer, gradients, 1e-6, 1.0)
         mx.synchronize()
         peak = mx.get_peak_memory()

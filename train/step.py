@@ -52,7 +52,7 @@ def hidden_states(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Piec
     """`[supervised, hidden]` after the final norm where the next token is supervised, evaluated piece by piece, nothing
     kept."""
     with own_randomness():
-        soft = audio.forward(model, batch, 0) if isinstance(audio, TrainedAudio) else audio(model, batch)
+        soft = audio.forward(model, audio.decoded(batch), 0) if isinstance(audio, TrainedAudio) else audio(model, batch)
         at_embed, at_start, at_end = end_seeds(0)
         mx.random.seed(at_embed)
         embeds = model.embed(mx.array(batch.input_ids), soft)
@@ -92,7 +92,9 @@ def _recomputing(
     input_ids, attention_mask = mx.array(batch.input_ids), mx.array(batch.attention_mask)
     positions, targets = (mx.array(x) for x in supervised_positions(batch.labels))
     live = isinstance(audio, TrainedAudio)
-    soft = audio.forward(model, batch, seed) if live else audio(model, batch)
+    # Decoded once for both passes.
+    clips = audio.decoded(batch) if live else []
+    soft = audio.forward(model, clips, seed) if live else audio(model, batch)
 
     at_embed, at_start, at_end = end_seeds(seed)
     mx.random.seed(at_embed)
@@ -130,7 +132,7 @@ def _recomputing(
         found, slopes = vjp(model, embedders, run, inputs, [slope])
         mx.eval(slopes, add(gradients, "", found))
         if inputs:
-            audio.backward(model, batch, seed, slopes[0], gradients)
+            audio.backward(model, clips, seed, slopes[0], gradients)
     return loss.item()
 
 
@@ -148,9 +150,9 @@ def _keeping(model: Gemma3n, batch: Batch, audio: AudioEmbeds, pieces: Pieces, g
     value, found = mx.value_and_grad(loss)(parameters)
     model.update(tree_unflatten(list(parameters.items())))
     mx.eval(value)
-    waiting = add(gradients, "", found)
+    add(gradients, "", found)
     paths = list(found)
-    del found, waiting
+    del found
     for i in reversed(range(len(model.layers))):
         # By layers, so that a layer's activations are gone before those before it are met.
         mx.eval([gradients[p] for p in paths if p.startswith(f"language_model.layers.{i}.")])
@@ -189,9 +191,11 @@ def apply(
         optimizer.learning_rate = learning_rate
         optimizer.update(model, gradients)
         del gradients
-        state = dict(tree_flatten(optimizer.state))
+        moments: dict[str, list[mx.array]] = {}
+        for name, value in tree_flatten(optimizer.state):
+            moments.setdefault(name.rpartition(".")[0], []).append(value)
         for path, parameter in trainable(model).items():
             # One by one: of all together, the old values, the new ones and what is between would be alive at once.
-            mx.eval(parameter, [v for k, v in state.items() if k.startswith(f"{path}.")])
+            mx.eval(parameter, moments.get(path, []))
         mx.eval(optimizer.state)
     return norm

@@ -261,15 +261,20 @@ def _compute(
 ) -> None:
     """Adds an output that is no view: in an input's memory where it may be, else in new memory."""
     size, strides = itemsize * math.prod(shape), _row_strides(shape)
-    single = len(read) == 1 and kind not in OWN and kind not in RESHAPES and read[0].shape == shape
-    if single and read[0].extent < read[0].itemsize * math.prod(shape):
+    takes_over = kind not in OWN and kind not in RESHAPES
+    if (
+        takes_over
+        and len(read) == 1
+        and read[0].shape == shape
+        and read[0].extent < read[0].itemsize * math.prod(shape)
+    ):
         # Of a broadcast array only the distinct elements are computed.
         size, strides = itemsize * read[0].extent // read[0].itemsize, read[0].strides
-    for other, x in zip(names, read):
+    for other, x in zip(names, read if takes_over else []):
         free = not x.buffer.given and x.buffer.arrays == 1 and waiting[other] == names.count(other)
         idle = x.buffer.read + AHEAD <= memory.time
         fits = x.itemsize == itemsize and size <= x.buffer.size <= size + SLACK and x.row_contiguous
-        if kind not in OWN and kind not in RESHAPES and free and idle and fits:
+        if free and idle and fits:
             add(name, shape, itemsize, strides, x.buffer)
             return
     add(name, shape, itemsize, strides, memory.allocate(size))

@@ -75,30 +75,32 @@ class TrainedAudio:
     def __init__(self, clips: Callable[[Batch], Sequence[Clips]]):
         self.clips = clips
 
-    def _each(self, batch: Batch) -> Iterator[Clips]:
-        for features, mask in self.clips(batch):
-            for i in range(len(features)):
-                yield features[i : i + 1], mask[i : i + 1]
+    def decoded(self, batch: Batch) -> list[Clips]:
+        """The clips of a batch one by one, in order."""
+        groups = self.clips(batch)
+        return [(features[i : i + 1], mask[i : i + 1]) for features, mask in groups for i in range(len(features))]
 
     def __call__(self, model: Gemma3n, batch: Batch) -> Optional[mx.array]:
         """`[clips, audio_soft_tokens_per_image, text_hidden]` in order, or None without clips; not evaluated, so that
         MLX can differentiate it."""
-        soft = [model.encode_audio(mx.array(f), mx.array(m)) for f, m in self._each(batch)]
+        soft = [model.encode_audio(mx.array(f), mx.array(m)) for f, m in self.decoded(batch)]
         return mx.concatenate(soft) if soft else None
 
-    def forward(self, model: Gemma3n, batch: Batch, seed: int) -> Optional[mx.array]:
-        """The same, evaluated; the dropout of clip `i` is drawn from `seed` and `i`."""
-        soft = [encode(model, *clip, _seed(seed, i)) for i, clip in enumerate(self._each(batch))]
+    def forward(self, model: Gemma3n, clips: Sequence[Clips], seed: int) -> Optional[mx.array]:
+        """The same of clips that are `decoded`, evaluated; the dropout of clip `i` is drawn from `seed` and `i`."""
+        soft = [encode(model, *clip, _seed(seed, i)) for i, clip in enumerate(clips)]
         return mx.concatenate(soft) if soft else None
 
-    def backward(self, model: Gemma3n, batch: Batch, seed: int, cotangent: mx.array, gradients: Gradients) -> None:
+    def backward(
+        self, model: Gemma3n, clips: Sequence[Clips], seed: int, cotangent: mx.array, gradients: Gradients
+    ) -> None:
         """Adds the gradients of the adapters of the tower and of `embed_audio` to `gradients`.
 
         Args:
-            seed: that of `forward`.
+            clips, seed: those of `forward`.
             cotangent: of its soft tokens.
         """
-        for i, (features, mask) in enumerate(self._each(batch)):
+        for i, (features, mask) in enumerate(clips):
             _clip_backward(model, features, mask, _seed(seed, i), cotangent[i : i + 1], gradients)
 
 

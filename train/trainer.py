@@ -14,7 +14,7 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, Optional, Sequence
+from typing import Any, Iterator, Optional, Sequence
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -29,13 +29,12 @@ from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
 from train.audio_cache import AudioCache
 from train.batching import Batch, batches, collate
-from train.budget import Plan, held_to, in_words, make_plan, recommended_limit, rows_of
+from train.budget import Plan, Row, held_to, in_words, make_plan, recommended_limit, rows_of
 from train.config import TrainConfig
 from train.data import TrainExample, find_files, load_examples
 from train.evaluate import Evaluation, evaluate
 from train.memory import Planner, skeleton
 from train.metrics import Metrics
-from train.piece import own_randomness
 from train.preflight import measure, shortfall, worst_batch
 from train.step import AudioEmbeds, accumulate, apply
 from train.trained_audio import TrainedAudio, clips_of
@@ -144,13 +143,12 @@ def train(config: TrainConfig) -> Run:
     examples = load_examples(train_file, processor, config.long_audio)
     valid = load_examples(valid_file, processor, config.long_audio) if valid_file else []
 
-    dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16, None: default_dtype()}[config.dtype]
     # The Hub's name of the base, where the conversion recorded one.
     base = read_config(folder).get("_name_or_path") or config.model
-    planner = make_planner(config, Config.load(folder), dtype, base)
+    planner = make_planner(config, Config.load(folder), base)
     plan = plan_run(config, planner, examples, valid)
     tqdm.write("; ".join([f"memory: {in_words(plan.peak)} planned of {in_words(plan.limit)}", *plan.way.does]))
-    model = load_model(folder, dtype)
+    model = load_model(folder, dtype_of(config))
     mx.random.seed(config.seed)
     adapter = attach_adapter(model, config, base)
 
@@ -180,11 +178,23 @@ def train(config: TrainConfig) -> Run:
             shutil.rmtree(output / TENSORBOARD, ignore_errors=True)
 
 
-def make_planner(config: TrainConfig, model: Config, dtype: mx.Dtype, base: str) -> Planner:
+def dtype_of(config: TrainConfig) -> mx.Dtype:
+    """Of the run's computation."""
+    return default_dtype() if config.dtype is None else getattr(mx, config.dtype)
+
+
+def make_planner(config: TrainConfig, model: Config, base: str) -> Planner:
     """Estimates for the run's model with the run's adapter and optimizer; no weight is read."""
-    shapes = skeleton(model, dtype)
+    shapes = skeleton(model, dtype_of(config))
     adapter = attach_adapter(shapes, config, base)
     return Planner(shapes, STATE_ARRAYS[config.optimizer], cached=not adapter.adapts_audio)
+
+
+def plan_for(config: TrainConfig, planner: Planner, rows: Sequence[Row], **more: Any) -> Plan:
+    """`make_plan` with the run's settings; `more` is its other arguments, and `limit` where it is not the run's."""
+    limit = more.pop("limit", None) or config.memory_limit_bytes or recommended_limit()
+    accumulates = config.gradient_accumulation_steps > 1
+    return make_plan(planner, rows, config.batch_size, config.gradient_checkpointing, limit, accumulates, **more)
 
 
 def plan_run(
@@ -195,18 +205,8 @@ def plan_run(
     Raises:
         DoesNotFit: there is none.
     """
-    limit = config.memory_limit_bytes or recommended_limit()
-    rows = rows_of(examples, planner.model.config)
-    accumulates = config.gradient_accumulation_steps > 1
-    plan = make_plan(
-        planner,
-        rows,
-        config.batch_size,
-        config.gradient_checkpointing,
-        limit,
-        accumulates,
-        valid=rows_of(valid, planner.model.config),
-    )
+    rows, valid_rows = (rows_of(some, planner.model.config) for some in (examples, valid))
+    plan = plan_for(config, planner, rows, valid=valid_rows)
     if not plan.fits:
         raise DoesNotFit(shortfall(plan, plan.peak))
     return plan
@@ -231,10 +231,8 @@ def hear(
     else:
         kept = AudioCache(cache, model, processor)
         source, listen = frozen_audio(kept, folder), kept.soft_tokens
-    # Encoding seeds MLX's generator. A run must be the same whether its clips are in the cache already or not.
-    with own_randomness():
-        for example in tqdm([e for e in examples if e.clips], desc="clips", unit="example", dynamic_ncols=True):
-            listen(example)
+    for example in tqdm([e for e in examples if e.clips], desc="clips", unit="example", dynamic_ncols=True):
+        listen(example)
     frozen = "audio_tower" in model and not adapter.adapts_audio
     if frozen:
         release(model, folder)
@@ -248,12 +246,11 @@ def hear(
 
 def frozen_audio(kept: AudioCache, folder: Path) -> AudioEmbeds:
     """The cache's soft tokens. A clip whose file was lost or damaged meanwhile is encoded again, and the tower's
-    weights are given back before the step goes on; a step draws the same numbers with that and without."""
+    weights are given back before the step goes on."""
 
     def embeds(model: Gemma3n, batch: Batch) -> Optional[mx.array]:
         misses = kept.misses
-        with own_randomness():
-            soft = kept(model, batch)
+        soft = kept(model, batch)
         if kept.misses > misses:
             release(model, folder)
         return soft
@@ -294,8 +291,7 @@ def preflight(
             mx.set_cache_limit(max(0, plan.limit - max(peak, plan.peak)))
             return replace(plan, measured=peak)
         rows = rows_of(examples, planner.model.config)
-        settings = config.batch_size, config.gradient_checkpointing, plan.limit, config.gradient_accumulation_steps > 1
-        leaner = make_plan(planner, rows, *settings, after=plan.way)
+        leaner = plan_for(config, planner, rows, limit=plan.limit, after=plan.way)
         if leaner.way == plan.way or not leaner.fits:
             raise DoesNotFit(shortfall(plan, peak))
         tqdm.write("over the limit; now it " + "; ".join(leaner.way.does))

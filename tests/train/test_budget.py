@@ -26,7 +26,7 @@ ENDLESS = 10**15
 def planner() -> Planner:
     """Of E2B in 4 bits and bfloat16, with the usual adapter."""
     values = {**known_config("google/gemma-3n-E2B-it"), "quantization": {"group_size": 64, "bits": 4}}
-    return make_planner(TrainConfig("-", "-", "-"), Config.from_dict(values), mx.bfloat16, "-")
+    return make_planner(TrainConfig("-", "-", "-", dtype="bfloat16"), Config.from_dict(values), "-")
 
 
 def row(tokens: int, supervised: int = 8, clips: int = 0, line: int = 1) -> Row:

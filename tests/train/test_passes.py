@@ -365,9 +365,9 @@ def test_the_clips_of_a_batch_draw_masks_of_their_own(dropping):
     ours, _, _, batch, clips = dropping
     features, mask = clips.clips(batch)[0]
     twice = TrainedAudio(lambda batch: [(features[:1].repeat(2, 0), mask[:1].repeat(2, 0))])
-    first, second = twice.forward(ours, batch, 0)
+    first, second = twice.forward(ours, twice.decoded(batch), 0)
     assert relative(first, second) > 1e-2
-    first, second = twice.forward(ours.eval(), batch, 0)
+    first, second = twice.forward(ours.eval(), twice.decoded(batch), 0)
     ours.train()
     assert worst(first, second) == 0
 

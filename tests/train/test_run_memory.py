@@ -23,11 +23,12 @@ from mlx_gemma3n.config import Config, DoesNotFit, UserError
 from mlx_gemma3n.loading import load_model
 from mlx_gemma3n.model import Gemma3n
 from mlx_gemma3n.processor import Processor
+from tests.train.few_examples import few_examples, metric_rows
 from train import trainer
 from train.budget import Plan, in_words, make_plan, rows_of
 from train.config import TrainConfig
 from train.data import TrainExample, load_examples
-from train.demo import CHECKPOINT, DATA
+from train.demo import CHECKPOINT
 from train.memory import Planner
 from train.step import AudioEmbeds
 from train.trainer import attach_adapter, hear, make_planner, preflight, train
@@ -43,12 +44,7 @@ TOLERANCE = 1.05
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Six training clips of the demo's and two for evaluation."""
-    folder = tmp_path_factory.mktemp("data")
-    shutil.copytree(DATA / "clips", folder / "clips")
-    for name, count in (("train.jsonl", 6), ("valid.jsonl", 2)):
-        lines = (DATA / name).read_text().splitlines()[:count]
-        (folder / name).write_text("\n".join(lines) + "\n")
-    return folder
+    return few_examples(tmp_path_factory.mktemp("data"), train=6, valid=2)
 
 
 @pytest.fixture
@@ -102,14 +98,9 @@ def plan_of(output: Path) -> dict:
     return json.loads((output / "plan.json").read_text())
 
 
-def rows(output: Path, key: str) -> list[dict]:
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if key in row]
-
-
 def peaks(output: Path) -> list[float]:
     """In bytes, as reported."""
-    return [1e9 * row["peak_memory_gb"] for row in rows(output, "peak_memory_gb")]
+    return [1e9 * row["peak_memory_gb"] for row in metric_rows(output, "peak_memory_gb")]
 
 
 def adapter(output: Path) -> dict[str, np.ndarray]:
@@ -130,7 +121,7 @@ def limits() -> tuple[int, int]:
 
 def planned(settings: TrainConfig, examples: list[TrainExample]) -> dict[tuple[bool, int], int]:
     """The peak of each way to take the steps, by whether layers are computed again and by rows."""
-    planner = make_planner(settings, Config.load(CHECKPOINT), mx.float32, "base")
+    planner = make_planner(settings, Config.load(CHECKPOINT), "base")
     of, accumulates = rows_of(examples, planner.model.config), settings.gradient_accumulation_steps > 1
     found, way = {}, None
     while True:
@@ -163,7 +154,7 @@ def prepare(data: Path, folder: Path, **changes) -> Prepared:
     settings = config(data, folder / "run", **changes)
     processor = Processor.from_pretrained(CHECKPOINT)
     examples = load_examples(data / "train.jsonl", processor)
-    planner = make_planner(settings, Config.load(CHECKPOINT), mx.float32, "base")
+    planner = make_planner(settings, Config.load(CHECKPOINT), "base")
     plan = trainer.plan_run(settings, planner, examples, [])
     model = load_model(CHECKPOINT, mx.float32)
     mx.random.seed(7)
@@ -387,17 +378,17 @@ def test_the_plan_the_metrics_and_the_progress_bar_agree(data, tmp_path, base, c
     assert plan["fits"] and plan["limit"] == limit and plan["batch_size"] == 2
     assert plan["peak"] == max(bucket["estimate"]["peak"] for bucket in plan["buckets"]) <= limit
     assert f"memory: {in_words(plan['peak'])} planned of {in_words(limit)}" in written.out
-    reported = rows(output, "peak_memory_gb")
+    reported = metric_rows(output, "peak_memory_gb")
     assert [row["step"] for row in reported] == [1, 2, 3]
     assert all(0.5 * plan["peak"] < 1e9 * row["peak_memory_gb"] <= TOLERANCE * plan["peak"] + base for row in reported)
     read = scalars(output / "tensorboard")
-    for name in {name for row in [*reported, *rows(output, "valid_loss")] for name in row} - {"step"}:
-        assert read.pop(name) == [(row["step"], pytest.approx(row[name])) for row in rows(output, name)], name
+    for name in {name for row in [*reported, *metric_rows(output, "valid_loss")] for name in row} - {"step"}:
+        assert read.pop(name) == [(row["step"], pytest.approx(row[name])) for row in metric_rows(output, name)], name
     assert not read
     shown = re.findall(r"loss [\d.]+, \d+ tok/s, ([\d.]+) MB", written.err)
     for row in reported:
         assert f"{1e3 * row['peak_memory_gb']:.1f}" in shown
-    assert not rows(output, "event")
+    assert not metric_rows(output, "event")
 
 
 def test_three_hundred_steps_of_random_lengths_end_where_they_began(tmp_path, base, watched):
@@ -425,7 +416,7 @@ def test_near_the_limit_what_is_kept_for_reuse_is_given_back(data, tmp_path, bas
     ballast = mx.zeros(int(limit - base - 1.2 * ways[True, 2]) // 4)
     mx.eval(ballast)
     train(replace(settings, memory_limit=size(limit)))
-    events = rows(tmp_path / "run", "event")
+    events = metric_rows(tmp_path / "run", "event")
     assert [row["step"] for row in events] == [1, 2, 3]
     for row in events:
         taken, spare = re.fullmatch(r"memory ([\d.]+) MB of [\d.]+ MB: ([\d.]+) MB given back", row["event"]).groups()

@@ -19,6 +19,7 @@ from convert.adapter import to_hf
 from mlx_gemma3n import load, lora
 from mlx_gemma3n.config import UserError
 from mlx_gemma3n.generate import generate
+from tests.train.few_examples import few_examples, metric_rows
 from train.batching import collate
 from train.config import TrainConfig
 from train.data import load_examples
@@ -34,22 +35,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Six training clips and three for evaluation, of the demo's."""
-    folder = tmp_path_factory.mktemp("data")
-    shutil.copytree(DATA / "clips", folder / "clips")
-    for name, count in (("train.jsonl", 6), ("valid.jsonl", 3)):
-        lines = (DATA / name).read_text().splitlines()[:count]
-        (folder / name).write_text("\n".join(lines) + "\n")
-    return folder
+    return few_examples(tmp_path_factory.mktemp("data"), train=6, valid=3)
 
 
 def config(data, output, **changes) -> TrainConfig:
     settings = dict(epochs=2, batch_size=2, gradient_accumulation_steps=2, rank=4, learning_rate=5e-3)
     return TrainConfig(model=str(CHECKPOINT), data=str(data), output=str(output), **{**settings, **changes})
-
-
-def rows(output, key) -> list[dict]:
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if key in row]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +66,11 @@ def test_what_a_run_leaves(run):
     }
     assert yaml.safe_load((output / "config.yaml").read_text())["rank"] == 4
     assert json.loads((output / "data.json").read_text()) == {"train_examples": 6, "valid_examples": 3, "clips": 9}
-    training = rows(output, "loss")
+    training = metric_rows(output, "loss")
     assert [row["step"] for row in training] == [1, 2, 3, 4]
     assert training[-1]["epoch"] == 2 and training[-1]["loss"] < training[0]["loss"]
     assert all(row["tokens_per_second"] > 0 and row["peak_memory_gb"] > 0 for row in training)
-    assert [row["step"] for row in rows(output, "valid_loss")] == [0, 2, 4]
+    assert [row["step"] for row in metric_rows(output, "valid_loss")] == [0, 2, 4]
     assert finished.after.loss < finished.before.loss
 
 
@@ -141,7 +132,7 @@ def test_audio_adapters_train_inside_the_step(data, tmp_path):
 def test_starting_from_an_adapter(run, data, tmp_path):
     _, output = run
     finished = train(config(data, tmp_path / "more", adapter=str(output), max_steps=1, optimizer="sgd"))
-    assert finished.before.loss == pytest.approx(rows(output, "valid_loss")[-1]["valid_loss"], abs=1e-5)
+    assert finished.before.loss == pytest.approx(metric_rows(output, "valid_loss")[-1]["valid_loss"], abs=1e-5)
 
 
 def test_starting_from_an_adapter_of_pefts(run, data, tmp_path):
@@ -149,7 +140,7 @@ def test_starting_from_an_adapter_of_pefts(run, data, tmp_path):
     _, output = run
     to_hf(output, tmp_path / "peft")
     finished = train(config(data, tmp_path / "more", adapter=str(tmp_path / "peft"), rank=9, max_steps=1))
-    assert finished.before.loss == pytest.approx(rows(output, "valid_loss")[-1]["valid_loss"], abs=1e-5)
+    assert finished.before.loss == pytest.approx(metric_rows(output, "valid_loss")[-1]["valid_loss"], abs=1e-5)
     assert lora.read_adapter(finished.adapter)[0].r == 4
 
 
@@ -229,7 +220,7 @@ def test_ctrl_c_keeps_the_adapter(data, tmp_path):
         text=True,
     )
     deadline = time.monotonic() + 120
-    while not (output.exists() and (output / "metrics.jsonl").exists() and rows(output, "loss")):
+    while not (output.exists() and (output / "metrics.jsonl").exists() and metric_rows(output, "loss")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
